@@ -1,0 +1,1 @@
+"""Experiments that compare methods, transports and encodings, and write reports with plots."""

@@ -1,0 +1,1 @@
+"""What both ends of the wire share: manifest, verdicts, container, store, ledger, errors, settings. No MLX here."""

@@ -1,0 +1,234 @@
+"""Does an artifact fit a receiver? Judged from the manifest alone, before a payload byte moves.
+
+Only level L0 (same checkpoint, exact) is accepted for KV artifacts; every other difference is a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from kvferry.core.manifest import LayerLayout, Manifest, Model, Rope, Tokenizer
+
+SUPPORTED_CACHE_CLASS = "KVCache"
+
+
+class ReasonCode(StrEnum):
+    """Why an artifact is refused. The names are those of the protocol's enum."""
+
+    VERSION_UNSUPPORTED = "VERSION_UNSUPPORTED"
+    UNKNOWN_METHOD = "UNKNOWN_METHOD"
+    WEIGHTS_MISMATCH = "WEIGHTS_MISMATCH"
+    CONFIG_MISMATCH = "CONFIG_MISMATCH"
+    QUANTIZATION_MISMATCH = "QUANTIZATION_MISMATCH"
+    ADAPTER_MISMATCH = "ADAPTER_MISMATCH"
+    TOKENIZER_MISMATCH = "TOKENIZER_MISMATCH"
+    CHAT_TEMPLATE_MISMATCH = "CHAT_TEMPLATE_MISMATCH"
+    PROMPT_MISMATCH = "PROMPT_MISMATCH"
+    ROPE_MISMATCH = "ROPE_MISMATCH"
+    LAYOUT_MISMATCH = "LAYOUT_MISMATCH"
+    LAYOUT_UNSUPPORTED = "LAYOUT_UNSUPPORTED"
+    DTYPE_UNSUPPORTED = "DTYPE_UNSUPPORTED"
+    ENCODING_UNSUPPORTED = "ENCODING_UNSUPPORTED"
+    NO_MAPPER = "NO_MAPPER"
+    TOO_LARGE = "TOO_LARGE"
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """One field that does not fit, with the value of either side as text."""
+
+    code: ReasonCode
+    field: str
+    artifact: str
+    receiver: str
+
+    def __str__(self) -> str:
+        return f"{self.code} {self.field}: artifact {self.artifact}, receiver {self.receiver}"
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Accepted when there is no reason against it."""
+
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the artifact may come in."""
+        return not self.reasons
+
+    def __str__(self) -> str:
+        return "accepted" if self.accepted else "; ".join(str(reason) for reason in self.reasons)
+
+
+class LayerGeometry(msgspec.Struct, frozen=True):
+    """A layer's cache as the receiver's own model makes it."""
+
+    cache_class: str
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a node runs, measured on the loaded model.
+
+    Attributes:
+        rope: the proven rotation of each layer.
+        layers: the cache of each layer.
+        probe_error: largest relative error of the attach-time RoPE probe.
+        unsupported: why this model's cache cannot be carried, or empty.
+    """
+
+    model: Model
+    tokenizer: Tokenizer
+    prompt_version: int
+    rope: tuple[Rope, ...]
+    layers: tuple[LayerGeometry, ...]
+    probe_error: float
+    context_length: int
+    max_payload_bytes: int
+    unsupported: str = ""
+
+    @property
+    def dense_bytes_per_token(self) -> int:
+        """Bytes that the dense bf16 cache takes for one token."""
+        return sum(layer.kv_heads * (layer.key_dim + layer.value_dim) * 2 for layer in self.layers)
+
+
+def judge(manifest: Manifest, receiver: Profile) -> Verdict:
+    """Return the receiver's verdict with every reason, in the manifest's field order."""
+    return Verdict(tuple(_reasons(manifest, receiver)))
+
+
+def _reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:
+    if manifest.form in ("evidence", "references"):
+        yield Reason(ReasonCode.UNKNOWN_METHOD, "form", manifest.form, "text, kv")
+        return
+    if manifest.form == "kv":
+        yield from _model_reasons(manifest, receiver)
+        yield from _tokenizer_reasons(manifest, receiver)
+    yield from _differs(ReasonCode.PROMPT_MISMATCH, "prompt.version", manifest.prompt.version, receiver.prompt_version)
+    if manifest.form == "kv":
+        yield from _context_reasons(manifest, receiver)
+        yield from _rope_reasons(manifest, receiver)
+        yield from _layout_reasons(manifest, receiver)
+        yield from _encoding_reasons(manifest)
+    if manifest.mapper is not None:
+        yield Reason(ReasonCode.NO_MAPPER, "mapper.digest", manifest.mapper.digest.hex(), "no mapper installed")
+    if manifest.payload.length > receiver.max_payload_bytes:
+        yield Reason(
+            ReasonCode.TOO_LARGE,
+            "payload.length",
+            str(manifest.payload.length),
+            f"at most {receiver.max_payload_bytes}",
+        )
+
+
+def _differs(code: ReasonCode, name: str, artifact: object, receiver: object) -> Iterator[Reason]:
+    if artifact != receiver:
+        yield Reason(code, name, _text(artifact), _text(receiver))
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, msgspec.Struct):
+        return ", ".join(f"{name}={_text(getattr(value, name))}" for name in value.__struct_fields__)
+    return str(value)
+
+
+def _model_reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:
+    theirs, ours = manifest.model, receiver.model
+    if theirs is None:
+        return
+    yield from _differs(ReasonCode.CONFIG_MISMATCH, "model.type", theirs.type, ours.type)
+    yield from _differs(ReasonCode.WEIGHTS_MISMATCH, "model.weights", theirs.weights, ours.weights)
+    yield from _differs(ReasonCode.CONFIG_MISMATCH, "model.config", theirs.config, ours.config)
+    yield from _differs(ReasonCode.QUANTIZATION_MISMATCH, "model.quantization", theirs.quantization, ours.quantization)
+    yield from _differs(ReasonCode.ADAPTER_MISMATCH, "model.adapter", theirs.adapter, ours.adapter)
+
+
+def _tokenizer_reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:
+    theirs, ours = manifest.tokenizer, receiver.tokenizer
+    if theirs is None:
+        return
+    yield from _differs(ReasonCode.TOKENIZER_MISMATCH, "tokenizer.vocab", theirs.vocab, ours.vocab)
+    yield from _differs(
+        ReasonCode.CHAT_TEMPLATE_MISMATCH, "tokenizer.chat_template", theirs.chat_template, ours.chat_template
+    )
+
+
+def _context_reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:
+    if manifest.prefix is not None and manifest.prefix.tokens >= receiver.context_length:
+        yield Reason(
+            ReasonCode.TOO_LARGE,
+            "prefix.tokens",
+            str(manifest.prefix.tokens),
+            f"context of {receiver.context_length}",
+        )
+
+
+def _rope_reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:
+    if manifest.positions is None:
+        return
+    theirs, ours = manifest.positions.rope, receiver.rope
+    if len(theirs) != len(ours):
+        yield Reason(ReasonCode.ROPE_MISMATCH, "positions.rope", f"{len(theirs)} layers", f"{len(ours)} layers")
+    for index, (artifact, local) in enumerate(zip(theirs, ours, strict=False)):
+        for name in artifact.__struct_fields__:
+            yield from _differs(
+                ReasonCode.ROPE_MISMATCH,
+                f"positions.rope[{index}].{name}",
+                getattr(artifact, name),
+                getattr(local, name),
+            )
+
+
+def _layout_reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:
+    layout, ours = manifest.layout or (), receiver.layers
+    if receiver.unsupported:
+        yield Reason(
+            ReasonCode.LAYOUT_UNSUPPORTED,
+            "layout",
+            f"{len(layout)} layers of {_classes(layout)}",
+            receiver.unsupported,
+        )
+    if len(layout) != len(ours):
+        yield Reason(ReasonCode.LAYOUT_MISMATCH, "layout", f"{len(layout)} layers", f"{len(ours)} layers")
+    for index, (artifact, local) in enumerate(zip(layout, ours, strict=False)):
+        yield from _layer_reasons(f"layout[{index}]", artifact, local)
+    yield from _row_reasons(manifest)
+
+
+def _classes(layout: tuple[LayerLayout, ...]) -> str:
+    return ", ".join(sorted({layer.cache_class for layer in layout}))
+
+
+def _layer_reasons(path: str, artifact: LayerLayout, local: LayerGeometry) -> Iterator[Reason]:
+    if artifact.cache_class != SUPPORTED_CACHE_CLASS:
+        yield Reason(ReasonCode.LAYOUT_UNSUPPORTED, f"{path}.cache_class", artifact.cache_class, SUPPORTED_CACHE_CLASS)
+    for name in ("kv_heads", "key_dim", "value_dim"):
+        yield from _differs(ReasonCode.LAYOUT_MISMATCH, f"{path}.{name}", getattr(artifact, name), getattr(local, name))
+    yield from _differs(ReasonCode.DTYPE_UNSUPPORTED, f"{path}.dtype", artifact.dtype, local.dtype)
+
+
+def _row_reasons(manifest: Manifest) -> Iterator[Reason]:
+    """A layer with another offset than the prefix, or with contiguous rows that are not all of it, is no cache of it."""
+    tokens = manifest.prefix.tokens if manifest.prefix else 0
+    for index, layer in enumerate(manifest.layout or ()):
+        yield from _differs(ReasonCode.LAYOUT_MISMATCH, f"layout[{index}].offset", layer.offset, tokens)
+        if layer.positions == "contiguous":
+            yield from _differs(ReasonCode.LAYOUT_MISMATCH, f"layout[{index}].rows", layer.rows, tokens)
+        elif layer.rows > tokens:
+            yield Reason(ReasonCode.LAYOUT_MISMATCH, f"layout[{index}].rows", str(layer.rows), f"at most {tokens}")
+
+
+def _encoding_reasons(manifest: Manifest) -> Iterator[Reason]:
+    encoding = manifest.encoding
+    for name in ("key_bits", "value_bits", "entropy"):
+        yield from _differs(ReasonCode.ENCODING_UNSUPPORTED, f"encoding.{name}", getattr(encoding, name), None)

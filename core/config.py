@@ -1,0 +1,165 @@
+"""Daemon configuration: a TOML file, environment variables over it, options over both. Unknown keys are errors."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+from platformdirs import user_data_path
+
+from kvferry.core import limits
+from kvferry.core.addresses import RECEIVER_PORT, SENDER_PORT, parse
+from kvferry.core.errors import ConfigError
+
+Positive = Annotated[int, Meta(ge=1)]
+
+
+class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What both daemons are told.
+
+    Attributes:
+        model: directory, catalogue name or hub id.
+        adapter: directory of a LoRA adapter, or "".
+        revision: of a hub id, or "".
+        listen: host:port; port 0 takes a free one.
+        insecure: allow an address that other machines reach without encryption.
+        store: directory of artifacts; "" is the user's data directory.
+        prefill_chunk: tokens a forward pass; both ends should agree.
+        cache_bytes: memory for caches that are kept at hand.
+        grace_seconds: how long calls may finish after SIGTERM.
+    """
+
+    model: str = "smollm2-135m-instruct"
+    adapter: str = ""
+    revision: str = ""
+    listen: str
+    insecure: bool = False
+    store: str = ""
+    prefill_chunk: Positive = 512
+    cache_bytes: Annotated[int, Meta(ge=0)] = 4 * limits.GIB
+    grace_seconds: Annotated[float, Meta(ge=0)] = 5.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+
+
+class SenderConfig(NodeConfig, frozen=True, kw_only=True):
+    """What the sender is told.
+
+    Attributes:
+        receiver: where artifacts go when a request names no receiver.
+        chunk_bytes: payload bytes a chunk.
+        max_document_bytes: largest document taken in.
+        rpc_seconds: how long a receiver may take for one call without payload.
+    """
+
+    listen: str = f"127.0.0.1:{SENDER_PORT}"
+    receiver: str = f"127.0.0.1:{RECEIVER_PORT}"
+    chunk_bytes: Annotated[int, Meta(ge=limits.MIN_CHUNK_BYTES, le=limits.MAX_CHUNK_BYTES)] = limits.DEFAULT_CHUNK_BYTES
+    max_document_bytes: Annotated[int, Meta(ge=1, le=limits.MAX_DOCUMENT_BYTES)] = limits.MAX_DOCUMENT_BYTES
+    rpc_seconds: Annotated[float, Meta(gt=0)] = 30.0
+
+
+class ReceiverConfig(NodeConfig, frozen=True, kw_only=True):
+    """What the receiver is told.
+
+    Attributes:
+        max_payload_bytes: largest payload taken in.
+        max_answer_tokens: most tokens that one answer may ask for.
+        ledger: file that gets one JSON line an answer; "" is ledger.jsonl in the store.
+    """
+
+    listen: str = f"127.0.0.1:{RECEIVER_PORT}"
+    max_payload_bytes: Annotated[int, Meta(ge=1, le=limits.MAX_PAYLOAD_BYTES)] = limits.MAX_PAYLOAD_BYTES
+    max_answer_tokens: Positive = 4096
+    ledger: str = ""
+
+
+ConfigType = TypeVar("ConfigType", bound=NodeConfig)
+
+
+def load(
+    kind: type[ConfigType],
+    path: Path | None,
+    environment: Mapping[str, str] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> ConfigType:
+    """Read a daemon's configuration.
+
+    Args:
+        kind: SenderConfig or ReceiverConfig.
+        path: the TOML file, or None.
+        environment: variables such as KVFERRY_SENDER_LISTEN; the process's own by default.
+        options: values from the command line; None entries are ignored.
+
+    Raises:
+        ConfigError: naming the key, the value and where it came from.
+    """
+    role = kind.__name__.removesuffix("Config").lower()
+    merged: dict[str, Any] = _read_file(path, kind) if path else {}
+    merged |= _read_environment(kind, role, os.environ if environment is None else environment)
+    given = {key: value for key, value in (options or {}).items() if value is not None}
+    merged |= _converted(kind, given, "option")
+    config = _converted_whole(kind, merged, str(path) if path else "configuration")
+    _check_listen(config)
+    return config
+
+
+def store_path(config: NodeConfig) -> Path:
+    """Return the directory of the daemon's store."""
+    role = type(config).__name__.removesuffix("Config").lower()
+    return Path(config.store).expanduser() if config.store else user_data_path("kvferry") / role
+
+
+def _read_file(path: Path, kind: type[NodeConfig]) -> dict[str, Any]:
+    try:
+        content = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{path}: {reason}", path=str(path)) from error
+    return _converted(kind, content, str(path))
+
+
+def _read_environment(kind: type[NodeConfig], role: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    prefix = f"KVFERRY_{role.upper()}_"
+    given = {name.removeprefix(prefix).lower(): value for name, value in environment.items() if name.startswith(prefix)}
+    return _converted(kind, given, f"environment {prefix}*", strict=False)
+
+
+def _converted(kind: type[NodeConfig], given: Mapping[str, Any], source: str, *, strict: bool = True) -> dict[str, Any]:
+    """Check given keys one by one, so that an error names the key and its source."""
+    known = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    checked: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(
+                f"{source}: unknown key {key!r}; known are {', '.join(sorted(known))}",
+                field=key,
+                source=source,
+            )
+        try:
+            checked[key] = msgspec.convert(value, known[key], strict=strict)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{source}: {key} = {value!r}: {error}", field=key, source=source) from error
+    return checked
+
+
+def _converted_whole(kind: type[ConfigType], merged: Mapping[str, Any], source: str) -> ConfigType:
+    try:
+        return msgspec.convert(dict(merged), kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error}", source=source) from error
+
+
+def _check_listen(config: NodeConfig) -> None:
+    if not parse(config.listen, "listen").is_loopback and not config.insecure:
+        raise ConfigError(
+            f"listen: {config.listen} can be reached from other machines and the connection is not encrypted; "
+            "set insecure = true (--insecure) if that is what you want",
+            field="listen",
+            value=config.listen,
+        )

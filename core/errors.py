@@ -1,0 +1,181 @@
+"""The error tree: everything that kvferry raises on purpose.
+
+    KvferryError
+    ├── ConfigError            a configuration file, environment variable or option is wrong
+    ├── InvalidRequestError    a request names an impossible value
+    │   └── UnknownMethodError
+    ├── ManifestError          a manifest is malformed or not canonical
+    ├── ContainerError         a payload is not what its manifest declares
+    │   └── IntegrityError     a digest differs
+    ├── RefusedError           the receiver's verdict is "refused"
+    ├── TransferError          a transfer stopped before it was complete
+    ├── StoreError             the artifact store cannot read or write
+    ├── ModelError             a model cannot be loaded, fetched, converted or used
+    ├── NotFoundError          no such artifact or document
+    ├── TooLargeError          a size or count is over its limit
+    │   └── ContextOverflowError
+    ├── CancelledError         the caller gave up
+    └── PeerError              the other daemon failed
+        ├── UnavailableError   it cannot be reached
+        └── DeadlineError      it did not answer in time
+
+Each class has a ``code`` that is stable across versions and a gRPC ``status`` name; both ends rebuild the same class
+from the code. ``fields`` holds the values behind the message, for programs.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+FieldValue = str | int | float | None
+
+
+class KvferryError(Exception):
+    """Base of every error that kvferry raises on purpose.
+
+    Attributes:
+        message: one clear line for a person.
+        fields: the names and values that the message speaks of.
+        retryable: whether the same call may succeed later without a change.
+    """
+
+    code: ClassVar[str] = "ERROR"
+    status: ClassVar[str] = "INTERNAL"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, **fields: FieldValue) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fields: dict[str, FieldValue] = fields
+
+
+class ConfigError(KvferryError):
+    """Raised when a configuration file, an environment variable or an option is wrong."""
+
+    code = "CONFIG"
+    status = "INVALID_ARGUMENT"
+
+
+class InvalidRequestError(KvferryError):
+    """Raised when a request names an impossible value."""
+
+    code = "INVALID_REQUEST"
+    status = "INVALID_ARGUMENT"
+
+
+class UnknownMethodError(InvalidRequestError):
+    """Raised when a method id is not in the registry."""
+
+    code = "UNKNOWN_METHOD"
+
+
+class ManifestError(KvferryError):
+    """Raised when manifest bytes are malformed, not canonical, or contradict themselves."""
+
+    code = "MANIFEST"
+    status = "INVALID_ARGUMENT"
+
+
+class ContainerError(KvferryError):
+    """Raised when payload bytes are not what the manifest declares."""
+
+    code = "CONTAINER"
+    status = "DATA_LOSS"
+
+
+class IntegrityError(ContainerError):
+    """Raised when a digest differs. The fields name the chunk or section and both digests."""
+
+    code = "INTEGRITY"
+    retryable = True
+
+
+class RefusedError(KvferryError):
+    """Raised when a receiver refuses an artifact. ``verdict_json`` in the fields holds every reason."""
+
+    code = "REFUSED"
+    status = "FAILED_PRECONDITION"
+
+
+class TransferError(KvferryError):
+    """Raised when a transfer stops before everything that was promised has arrived."""
+
+    code = "TRANSFER"
+    status = "ABORTED"
+    retryable = True
+
+
+class StoreError(KvferryError):
+    """Raised when the artifact store cannot read or write."""
+
+    code = "STORE"
+    status = "INTERNAL"
+
+
+class ModelError(KvferryError):
+    """Raised when a model cannot be loaded, fetched, converted or used."""
+
+    code = "MODEL"
+    status = "FAILED_PRECONDITION"
+
+
+class NotFoundError(KvferryError):
+    """Raised when an artifact or a document is not here."""
+
+    code = "NOT_FOUND"
+    status = "NOT_FOUND"
+
+
+class TooLargeError(KvferryError):
+    """Raised when a size or a count is over its limit. The fields give the value and the limit."""
+
+    code = "TOO_LARGE"
+    status = "RESOURCE_EXHAUSTED"
+
+
+class ContextOverflowError(TooLargeError):
+    """Raised when prompt and answer do not fit the model's context."""
+
+    code = "CONTEXT_OVERFLOW"
+    status = "INVALID_ARGUMENT"
+
+
+class CancelledError(KvferryError):
+    """Raised when the caller gave up and the work was stopped."""
+
+    code = "CANCELLED"
+    status = "CANCELLED"
+
+
+class PeerError(KvferryError):
+    """Raised when the other daemon failed in a way that has no better name."""
+
+    code = "PEER"
+    status = "UNKNOWN"
+
+
+class UnavailableError(PeerError):
+    """Raised when the other daemon cannot be reached."""
+
+    code = "UNAVAILABLE"
+    status = "UNAVAILABLE"
+    retryable = True
+
+
+class DeadlineError(PeerError):
+    """Raised when the other daemon did not answer in time."""
+
+    code = "DEADLINE"
+    status = "DEADLINE_EXCEEDED"
+    retryable = True
+
+
+def error_classes() -> dict[str, type[KvferryError]]:
+    """Return every class of the tree by its stable code."""
+    found: dict[str, type[KvferryError]] = {}
+    pending: list[type[KvferryError]] = [KvferryError]
+    while pending:
+        cls = pending.pop()
+        found[cls.code] = cls
+        pending.extend(cls.__subclasses__())
+    return found

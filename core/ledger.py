@@ -1,0 +1,140 @@
+"""The ledger: what one answer cost, in bytes, tokens, look-ups and milliseconds. docs/ledger.md explains each field."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SenderAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an artifact cost its sender. Travels with Commit.
+
+    Attributes:
+        prefill_tokens: tokens that the sender's model read when the artifact was made; 0 for text.
+        dense_bf16_bytes: the document's dense bf16 cache: the yardstick of every ratio.
+        prefill_ms, method_ms, encode_ms: spent when the artifact was made.
+        transfer_ms: from Offer to the last acknowledged chunk.
+    """
+
+    prefill_tokens: int
+    dense_bf16_bytes: int
+    prefill_ms: float
+    method_ms: float
+    encode_ms: float
+    transfer_ms: float
+
+
+class Traffic(msgspec.Struct, frozen=True):
+    """What crossed for an artifact, counted by the receiver over every attempt.
+
+    Attributes:
+        manifest_bytes, payload_bytes: the artifact's own size.
+        received_bytes: chunk bytes that arrived, repeats and rejected ones included.
+        control_bytes: protocol messages both ways, less manifest and chunk bytes; HTTP/2 framing is not counted.
+    """
+
+    manifest_bytes: int
+    payload_bytes: int
+    received_bytes: int
+    control_bytes: int
+
+    @property
+    def resent_bytes(self) -> int:
+        """Chunk bytes beyond the payload's own length."""
+        return max(self.received_bytes - self.payload_bytes, 0)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Everything that crossed for this artifact."""
+        return self.manifest_bytes + self.received_bytes + self.control_bytes
+
+
+class Lookups(msgspec.Struct, frozen=True):
+    """Passages fetched from the sender at answer time."""
+
+    count: int = 0
+    bytes: int = 0
+    ms: float = 0.0
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """``reused`` prefix tokens came from a cache at hand; the receiver read ``receiver_prefill`` itself."""
+
+    sender_prefill: int
+    receiver_prefill: int
+    reused: int
+    generated: int
+
+
+class Milliseconds(msgspec.Struct, frozen=True):
+    """Durations. Up to ``transfer`` they were spent at the sender, the rest at the receiver.
+
+    ``first_token`` runs from the moment the question is accepted to the first text.
+    """
+
+    prefill: float
+    method: float
+    encode: float
+    transfer: float
+    verify: float
+    reconstruct: float
+    receiver_prefill: float
+    first_token: float | None
+    total: float
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """Cache rows kept per layer of the prefix."""
+
+    min: int = 0
+    mean: float = 0.0
+    max: int = 0
+
+
+class Ledger(msgspec.Struct, frozen=True):
+    """The account of one answer. ``ratio`` is dense bf16 bytes over wire bytes: how many times less crossed."""
+
+    artifact_id: str
+    method: str
+    form: str
+    verdict: str
+    fallback: str | None
+    fallback_reason: str | None
+    manifest_bytes: int
+    payload_bytes: int
+    resent_bytes: int
+    control_bytes: int
+    lookups: Lookups
+    wire_bytes: int
+    dense_bf16_bytes: int
+    ratio: float
+    tokens: Tokens
+    ms: Milliseconds
+    rows: Rows
+    resident_bytes: int
+    finish_reason: str
+    prompt_version: int
+    system: str
+    runtime: dict[str, str]
+
+
+def to_json(record: Ledger | SenderAccount) -> str:
+    """Return one line of JSON."""
+    return msgspec.json.encode(record).decode("utf-8")
+
+
+def ledger_from_json(text: str) -> Ledger:
+    """Parse a ledger line.
+
+    Raises:
+        msgspec.ValidationError: when a field is missing or has the wrong type.
+    """
+    return msgspec.json.decode(text, type=Ledger)
+
+
+def account_from_json(text: str) -> SenderAccount:
+    """Parse a sender's account.
+
+    Raises:
+        msgspec.ValidationError: when a field is missing, unknown or has the wrong type.
+    """
+    return msgspec.json.decode(text, type=SenderAccount)

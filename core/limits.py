@@ -1,0 +1,27 @@
+"""Hard limits of the wire. docs/wire.md states them; both ends enforce them before taking memory."""
+
+from __future__ import annotations
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+MAX_MESSAGE_BYTES = 4 * MIB
+"""Largest gRPC message at either end, set explicitly on every channel and server."""
+
+MAX_MANIFEST_BYTES = 2 * MIB
+MIN_CHUNK_BYTES = KIB
+MAX_CHUNK_BYTES = 2 * MIB
+DEFAULT_CHUNK_BYTES = MIB
+
+MAX_PAYLOAD_BYTES = 64 * GIB
+"""Largest payload a receiver takes unless its configuration says less."""
+
+MAX_SECTIONS = 16_384
+MAX_DIMENSIONS = 8
+
+MAX_DOCUMENT_BYTES = 64 * MIB
+MAX_QUESTION_BYTES = 256 * KIB
+MAX_SPANS = 64
+MAX_SPAN_BYTES = MIB
+"""Most text that one FetchSpans answer carries."""

@@ -1,0 +1,107 @@
+"""The one place where our errors become gRPC statuses and back.
+
+A status carries a human line as its details; our class and the fields travel as MessagePack in trailing metadata, so
+the other end rebuilds the same exception. An unknown code, or none, becomes the nearest PeerError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, NoReturn
+
+import grpc
+import msgpack
+
+from kvferry.core import errors
+from kvferry.core.errors import FieldValue, KvferryError
+
+_METADATA_KEY = "kvferry-error-bin"
+# gRPC peers refuse headers above 8 KiB by default; long values are for the log, not for the wire.
+_MAX_MESSAGE = 1500
+_MAX_FIELD = 600
+_MAX_FIELDS_BYTES = 4096
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KvferryError) -> NoReturn:
+    """End a call with ``error``."""
+    await context.abort(
+        grpc.StatusCode[error.status],
+        _shorten(error.message, _MAX_MESSAGE),
+        trailing_metadata=((_METADATA_KEY, _pack(error)),),
+    )
+    raise error
+
+
+@contextlib.asynccontextmanager
+async def reporting(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Turn every KvferryError of the block into the call's status."""
+    try:
+        yield
+    except KvferryError as error:
+        await abort(context, error)
+
+
+@contextlib.contextmanager
+def translating(peer: str, method: str) -> Iterator[None]:
+    """Turn every RpcError of the block into one of our errors.
+
+    Args:
+        peer: host:port, for the message.
+        method: the call's name, for the message.
+    """
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc(error, peer, method) from error
+
+
+def from_rpc(error: grpc.RpcError, peer: str, method: str) -> KvferryError:
+    """Rebuild the exception behind a failed call."""
+    code, details, metadata = error.code(), error.details() or "", error.trailing_metadata() or ()
+    packed = next((value for key, value in metadata if key == _METADATA_KEY), None)
+    rebuilt = _unpack(packed, details) if isinstance(packed, bytes) else None
+    if rebuilt is not None:
+        return rebuilt
+    where = {"peer": peer, "method": method}
+    if code == grpc.StatusCode.UNAVAILABLE:
+        return errors.UnavailableError(f"{peer}: cannot be reached for {method} ({details})", **where)
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.DeadlineError(f"{peer}: no answer to {method} in time", **where)
+    if code == grpc.StatusCode.CANCELLED:
+        return errors.CancelledError(f"{peer}: {method} was cancelled", **where)
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return errors.TooLargeError(f"{peer}: {method}: {details}", **where)
+    return errors.PeerError(f"{peer}: {method} failed with {code.name} ({details})", status=code.name, **where)
+
+
+def _pack(error: KvferryError) -> bytes:
+    fields: dict[str, FieldValue] = {}
+    for name, value in error.fields.items():
+        kept = _shorten(value, _MAX_FIELD) if isinstance(value, str) and name != "verdict_json" else value
+        candidate = {**fields, name: kept}
+        if len(msgpack.packb(candidate)) <= _MAX_FIELDS_BYTES:
+            fields = candidate
+    packed: bytes = msgpack.packb({"code": error.code, "fields": fields})
+    return packed
+
+
+def _unpack(packed: bytes, details: str) -> KvferryError | None:
+    try:
+        plain = msgpack.unpackb(packed, raw=False, strict_map_key=True)
+    except (ValueError, msgpack.exceptions.UnpackException):
+        return None
+    if not isinstance(plain, dict) or not isinstance(plain.get("fields"), dict):
+        return None
+    cls = errors.error_classes().get(str(plain.get("code")))
+    if cls is None:
+        return None
+    fields = {
+        str(name): value for name, value in plain["fields"].items() if isinstance(value, str | int | float | None)
+    }
+    fields.pop("message", None)
+    return cls(details, **fields)
+
+
+def _shorten(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,321 @@
+"""Artifacts on disk, addressed by their id. Published by one rename, so an artifact is wholly there or not at all.
+
+ROOT/lock
+ROOT/artifacts/<id>/manifest.msgpack, payload.safetensors, record.json
+ROOT/partial/<id>/…        on their way in
+ROOT/aside/…               being written; emptied at start
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kvferry.core import container, manifest
+from kvferry.core.container import Content
+from kvferry.core.digests import DIGEST_BYTES
+from kvferry.core.errors import ContainerError, IntegrityError, NotFoundError, StoreError
+from kvferry.core.files import fsync_directory, write_atomic
+from kvferry.core.ledger import SenderAccount, Traffic
+from kvferry.core.manifest import Manifest, Payload
+from kvferry.core.partial import MANIFEST_FILE, PAYLOAD_FILE, Partial
+
+_RECORD_FILE = "record.json"
+_ID_NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What is known of an artifact beside its manifest."""
+
+    committed_at: float
+    verify_ms: float
+    account: SenderAccount | None
+    traffic: Traffic | None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A published artifact."""
+
+    artifact_id: bytes
+    manifest: Manifest
+    encoded: bytes
+    record: Record
+    payload_path: Path
+
+    def read_chunk(self, index: int) -> bytes:
+        """Return one payload chunk.
+
+        Raises:
+            StoreError: when the file is gone, cannot be read or is shorter than the manifest says.
+        """
+        start, end = container.chunk_range(self.manifest.payload, index)
+        try:
+            with self.payload_path.open("rb") as file:
+                file.seek(start)
+                data = file.read(end - start)
+        except OSError as error:
+            raise StoreError(f"chunk {index}: {error.strerror}", chunk=index) from error
+        if len(data) != end - start:
+            raise StoreError(f"chunk {index}: the stored payload is cut short", chunk=index)
+        return data
+
+    def read_sections(self) -> dict[str, bytes | memoryview]:
+        """Return every section's verified content by name.
+
+        Raises:
+            ContainerError: when stored bytes are no longer those of the manifest.
+            StoreError: when the file is gone or cannot be read.
+        """
+        try:
+            data = memoryview(self.payload_path.read_bytes())
+        except OSError as error:
+            raise StoreError(f"payload: {error.strerror}", path=str(self.payload_path)) from error
+        if len(data) != self.manifest.payload.length:
+            raise ContainerError(
+                f"payload: {len(data)} bytes on disk, the manifest says {self.manifest.payload.length}",
+                field="payload",
+            )
+        container.check_header(self.manifest.sections, data)
+        ranges = container.section_offsets(self.manifest.sections)
+        return {
+            section.name: container.read_section(section, data[slice(*ranges[section.name])])
+            for section in self.manifest.sections
+        }
+
+
+def _check_identity(artifact_id: bytes, encoded: bytes) -> None:
+    if manifest.artifact_id(encoded) != artifact_id:
+        raise IntegrityError(f"artifact {artifact_id.hex()}: its manifest on disk has changed", field="manifest")
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    return path.exists() and path.read_bytes() == data
+
+
+class ArtifactStore:
+    """A directory of artifacts with one writing process. Thread-safe."""
+
+    def __init__(self, root: Path) -> None:
+        """Open the store, creating it if needed.
+
+        Raises:
+            StoreError: when the directory cannot be used or another process has it open.
+        """
+        self.root = root
+        try:
+            for folder in ("artifacts", "partial", "aside"):
+                (root / folder).mkdir(parents=True, exist_ok=True)
+            self._lock_file = (root / "lock").open("a")
+        except OSError as error:
+            raise StoreError(f"store {root}: {error.strerror}", path=str(root)) from error
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock_file.close()
+            raise StoreError(f"store {root}: already open in another process", path=str(root)) from error
+        try:
+            shutil.rmtree(root / "aside")
+            (root / "aside").mkdir()
+        except OSError as error:
+            self._lock_file.close()
+            raise self._failed(error) from error
+        self._lock = threading.RLock()
+        self._partials: dict[bytes, Partial] = {}
+
+    def close(self) -> None:
+        """Release every file and the lock."""
+        with self._lock:
+            for partial in self._partials.values():
+                partial.close()
+            self._partials.clear()
+        self._lock_file.close()
+
+    def create(self, contents: Iterable[Content], chunk_size: int, describe: Callable[[Payload], Manifest]) -> Stored:
+        """Write a payload, describe it, and publish the artifact.
+
+        Args:
+            contents: the payload's sections in order.
+            chunk_size: bytes a chunk.
+            describe: makes the manifest once the payload's digests are known.
+
+        Raises:
+            StoreError: when the disk refuses; nothing is published then.
+        """
+        aside = self.root / "aside" / secrets.token_hex(8)
+        try:
+            aside.mkdir()
+            with (aside / PAYLOAD_FILE).open("xb") as file:
+                payload = container.write_payload(contents, file.write, chunk_size)
+                file.flush()
+                os.fsync(file.fileno())
+            encoded = manifest.encode(describe(payload))
+            write_atomic(aside / MANIFEST_FILE, encoded)
+            return self._publish(aside, manifest.artifact_id(encoded), Record(time.time(), 0.0, None, None))
+        except OSError as error:
+            raise self._failed(error) from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def begin(self, encoded: bytes) -> Partial:
+        """Return the assembly of the artifact with this manifest, new or resumed.
+
+        Raises:
+            ManifestError: when the manifest does not hold together.
+            StoreError: when the disk refuses or has no room for the payload.
+        """
+        artifact_id = manifest.artifact_id(encoded)
+        with self._lock:
+            if artifact_id in self._partials:
+                return self._partials[artifact_id]
+            decoded = manifest.decode(encoded)
+            container.check_plan(decoded)
+            path = self._path("partial", artifact_id)
+            try:
+                if not path.exists():
+                    self._check_room(decoded.payload.length)
+                    path.mkdir()
+                if not _holds(path / MANIFEST_FILE, encoded):
+                    write_atomic(path / MANIFEST_FILE, encoded)
+                partial = Partial(path, encoded)
+            except OSError as error:
+                raise self._failed(error) from error
+            self._partials[artifact_id] = partial
+            return partial
+
+    def partial(self, artifact_id: bytes) -> Partial:
+        """Return an assembly that was begun, also by an earlier process.
+
+        Raises:
+            NotFoundError: when the artifact was never offered.
+            IntegrityError: when its manifest on disk has changed; offering it again mends that.
+        """
+        with self._lock:
+            found = self._partials.get(artifact_id)
+            if found is not None:
+                return found
+            try:
+                encoded = (self._path("partial", artifact_id) / MANIFEST_FILE).read_bytes()
+            except OSError as error:
+                raise NotFoundError(
+                    f"artifact {artifact_id.hex()}: not offered here", artifact=artifact_id.hex()
+                ) from error
+            _check_identity(artifact_id, encoded)
+            return self.begin(encoded)
+
+    def commit(self, artifact_id: bytes, account: SenderAccount | None) -> Stored:
+        """Verify an assembly and publish it.
+
+        Raises:
+            NotFoundError: when the artifact was never offered.
+            TransferError: when chunks are missing.
+            ContainerError: when a digest differs (IntegrityError) or the file on disk was cut short.
+            StoreError: when the disk refuses, or another commit or a drop came first.
+        """
+        partial = self.partial(artifact_id)
+        start = time.perf_counter()
+        try:
+            partial.verify()
+        except IntegrityError as error:
+            if error.fields.get("chunk") is None:
+                # No retry of the same chunks can mend a manifest that contradicts itself.
+                self.drop(artifact_id)
+            raise
+        verify_ms = (time.perf_counter() - start) * 1000
+        with self._lock:
+            if self._partials.get(artifact_id) is not partial:
+                # Its directory may by now belong to another assembly, which nobody has verified.
+                raise StoreError(f"artifact {artifact_id.hex()}: committed or dropped meanwhile")
+            traffic = partial.traffic()
+            partial.close()
+            del self._partials[artifact_id]
+            try:
+                (partial.path / "chunks").unlink(missing_ok=True)
+                return self._publish(partial.path, artifact_id, Record(time.time(), verify_ms, account, traffic))
+            except OSError as error:
+                raise self._failed(error) from error
+
+    def get(self, artifact_id: bytes) -> Stored:
+        """Return a published artifact.
+
+        Raises:
+            NotFoundError: when it is not here.
+            StoreError: when its files cannot be read.
+        """
+        path = self._path("artifacts", artifact_id)
+        try:
+            encoded = (path / MANIFEST_FILE).read_bytes()
+            record = msgspec.json.decode((path / _RECORD_FILE).read_bytes(), type=Record)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"artifact {artifact_id.hex()}: not here", artifact=artifact_id.hex()) from error
+        except (OSError, msgspec.MsgspecError) as error:
+            raise StoreError(f"artifact {artifact_id.hex()}: {error}", artifact=artifact_id.hex()) from error
+        _check_identity(artifact_id, encoded)
+        return Stored(artifact_id, manifest.decode(encoded), encoded, record, path / PAYLOAD_FILE)
+
+    def ids(self) -> list[bytes]:
+        """Return the ids of all published artifacts, sorted."""
+        # A file manager leaves files of its own (.DS_Store), so only names of ids count.
+        names = [entry.name for entry in (self.root / "artifacts").iterdir()]
+        return sorted(bytes.fromhex(name) for name in names if _ID_NAME.fullmatch(name))
+
+    def drop(self, artifact_id: bytes) -> None:
+        """Remove an artifact, published or on its way in.
+
+        Raises:
+            NotFoundError: when there is none.
+            StoreError: when the disk refuses.
+        """
+        with self._lock:
+            partial = self._partials.pop(artifact_id, None)
+            if partial is not None:
+                partial.close()
+            aside = self.root / "aside" / secrets.token_hex(8)
+            found = False
+            try:
+                for folder in ("artifacts", "partial"):
+                    path = self._path(folder, artifact_id)
+                    if path.exists():
+                        found = True
+                        path.rename(aside)
+                        shutil.rmtree(aside)
+            except OSError as error:
+                raise self._failed(error) from error
+        if not found:
+            raise NotFoundError(f"artifact {artifact_id.hex()}: not here", artifact=artifact_id.hex())
+
+    def _publish(self, path: Path, artifact_id: bytes, record: Record) -> Stored:
+        write_atomic(path / _RECORD_FILE, msgspec.json.encode(record))
+        with self._lock:
+            target = self._path("artifacts", artifact_id)
+            if target.exists():
+                shutil.rmtree(path)
+            else:
+                path.rename(target)
+                fsync_directory(target.parent)
+        return self.get(artifact_id)
+
+    def _failed(self, error: OSError) -> StoreError:
+        return StoreError(f"store {self.root}: {error.strerror}", path=str(self.root))
+
+    def _check_room(self, length: int) -> None:
+        free = shutil.disk_usage(self.root).free
+        if free < length:
+            raise StoreError(
+                f"store {self.root}: the payload takes {length} bytes, {free} are free",
+                value=length,
+                limit=free,
+            )
+
+    def _path(self, folder: str, artifact_id: bytes) -> Path:
+        return self.root / folder / artifact_id.hex()

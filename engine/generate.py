@@ -1,0 +1,128 @@
+"""Answering: one forward over the question on a branch, then token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import mlx.core as mx
+from mlx_lm.sample_utils import apply_top_p
+
+from kvferry.core.errors import InvalidRequestError
+from kvferry.engine.tensors import scalar
+
+FinishReason = Literal["stop", "length"]
+MAX_TEMPERATURE = 100.0
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Attributes:
+        max_tokens: most tokens to generate, at least 1.
+        temperature: 0 takes the most likely token.
+        top_p: nucleus mass in (0, 1]; 1 keeps every token.
+        seed: of this answer's own random stream, an unsigned 64-bit number.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise _out_of_range("max_tokens", self.max_tokens, "at least 1")
+        if not 0.0 <= self.temperature <= MAX_TEMPERATURE:
+            raise _out_of_range("temperature", self.temperature, f"from 0 to {MAX_TEMPERATURE:g}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise _out_of_range("top_p", self.top_p, "above 0, at most 1")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise _out_of_range("seed", self.seed, f"from 0 to {MAX_SEED}")
+
+
+def _out_of_range(field: str, value: float, allowed: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field}: {value}, must be {allowed}", field=field, value=value, allowed=allowed)
+
+
+@dataclass(frozen=True)
+class Token:
+    """A generated token and the text it completes: empty within a character; without an id, text that was held back."""
+
+    token_id: int | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A finished answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+
+
+def forward(model: Any, ids: Sequence[int], caches: Sequence[Any]) -> mx.array:
+    """Run fresh tokens on a branch, or on mlx-lm's own caches.
+
+    Returns:
+        Logits [N, V] in the model's dtype.
+    """
+    logits: mx.array = model(mx.array(list(ids), dtype=mx.uint32)[None], cache=list(caches))
+    return logits[0]
+
+
+def generate(
+    model: Any, tokenizer: Any, ids: Sequence[int], caches: Sequence[Any], sampling: Sampling
+) -> Generator[Token, None, Answer]:
+    """Answer a question.
+
+    Closing the generator stops after the token in flight.
+
+    Args:
+        model: an mlx-lm model.
+        tokenizer: its mlx-lm tokenizer; its end-of-turn tokens stop the answer and are not part of it.
+        ids: the question's ids, everything after the prefix.
+        caches: one cache a layer, a branch or mlx-lm's own; they take the question's and the answer's rows.
+        sampling: how tokens are chosen.
+
+    Yields:
+        Each token as soon as it is known.
+
+    Returns:
+        The whole answer.
+    """
+    detokenizer = tokenizer.detokenizer
+    ends = tokenizer.eos_token_ids
+    key = mx.random.key(sampling.seed)
+    chosen: list[int] = []
+    finish: FinishReason = "length"
+    step = list(ids)
+    while len(chosen) < sampling.max_tokens:
+        key, subkey = mx.random.split(key)
+        token = int(scalar(_choose(forward(model, step, caches)[-1], sampling, subkey)))
+        if token in ends:
+            finish = "stop"
+            break
+        chosen.append(token)
+        detokenizer.add_token(token)
+        yield Token(token, detokenizer.last_segment)
+        step = [token]
+    detokenizer.finalize()
+    tail = detokenizer.last_segment
+    if tail:
+        yield Token(None, tail)
+    return Answer(detokenizer.text, tuple(chosen), finish)
+
+
+def _choose(logits: mx.array, sampling: Sampling, key: mx.array) -> mx.array:
+    if sampling.temperature == 0.0:
+        return mx.argmax(logits, axis=-1)
+    log_probabilities = logits.astype(mx.float32)
+    log_probabilities = log_probabilities - mx.logsumexp(log_probabilities, keepdims=True)
+    if sampling.top_p < 1.0:
+        log_probabilities = apply_top_p(log_probabilities[None], sampling.top_p)[0]
+    return mx.random.categorical(log_probabilities / sampling.temperature, key=key)

@@ -1,0 +1,217 @@
+"""A loaded model: weights, tokenizer, prompt, and the profile that manifests are made from and judged by."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from huggingface_hub import snapshot_download
+from mlx_lm.models.cache import KVCache
+from mlx_lm.utils import load_adapters, load_model, load_tokenizer
+
+from kvferry.core import limits
+from kvferry.core.compat import LayerGeometry, Profile
+from kvferry.core.errors import ContextOverflowError, ModelError
+from kvferry.core.manifest import Model
+from kvferry.engine import fingerprint, rope
+from kvferry.engine.backend import check_compiler
+from kvferry.engine.cache import BranchCache, PrefixCache
+from kvferry.engine.generate import Answer, Sampling, Token, forward, generate
+from kvferry.engine.prefill import DEFAULT_PREFILL_CHUNK, prefill, read, snapshot
+from kvferry.engine.prompt import PROMPT_VERSION, PromptBuilder
+from kvferry.engine.tensors import dtype_name, scalar
+
+_DEFAULT_CONTEXT = 2048
+# No code: a checkpoint that needs its own Python files is refused by mlx-lm.
+_MODEL_FILES = ("*.json", "model*.safetensors", "tokenizer.model", "*.txt", "*.jinja")
+_SELF_TEST_IDS = (3, 1)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Everything that reading a document and answering from a cache needs. Use from one thread."""
+
+    model: Any
+    tokenizer: Any
+    prompt: PromptBuilder
+    profile: Profile
+    prefill_chunk: int
+
+    def prefill(self, ids: Sequence[int]) -> Generator[int, None, PrefixCache]:
+        """Read a prefix to keep it; see ``kvferry.engine.prefill.prefill``.
+
+        Raises:
+            ModelError: when the model's caches are not plain.
+            ContextOverflowError: when the prefix leaves no room in the context.
+        """
+        if self.profile.unsupported:
+            raise ModelError(f"model: the cache of {self.profile.model.id} cannot be kept: {self.profile.unsupported}")
+        self.check_context(len(ids), 0, 1)
+        return prefill(self.model, ids, self.prefill_chunk)
+
+    def read(self, ids: Sequence[int]) -> Generator[int, None, list[Any]]:
+        """Read a prefix for one answer, with any model; see ``kvferry.engine.prefill.read``.
+
+        Raises:
+            ContextOverflowError: when the prefix leaves no room in the context.
+        """
+        self.check_context(len(ids), 0, 1)
+        return read(self.model, ids, self.prefill_chunk)
+
+    def forward(self, ids: Sequence[int], caches: Sequence[BranchCache]) -> mx.array:
+        """Return logits [N, V] for fresh tokens on a branch."""
+        return forward(self.model, ids, caches)
+
+    def answer(
+        self, ids: Sequence[int], prefix: PrefixCache | Sequence[Any], prefix_tokens: int, sampling: Sampling
+    ) -> Generator[Token, None, Answer]:
+        """Answer from a prefix.
+
+        Args:
+            ids: the question's ids.
+            prefix: a kept cache, which is branched and never written, or what ``read`` made, which is used up.
+            prefix_tokens: logical length of the prefix.
+            sampling: how tokens are chosen.
+
+        Raises:
+            ContextOverflowError: when prefix, question and answer exceed the context.
+        """
+        self.check_context(prefix_tokens, len(ids), sampling.max_tokens)
+        branch = prefix.branch(len(ids) + sampling.max_tokens) if isinstance(prefix, PrefixCache) else prefix
+        return generate(self.model, self.tokenizer, ids, branch, sampling)
+
+    def check_context(self, prefix_tokens: int, fresh_tokens: int, max_tokens: int) -> None:
+        """Refuse what does not fit the context.
+
+        Raises:
+            ContextOverflowError: naming every part and the limit.
+        """
+        total = prefix_tokens + fresh_tokens + max_tokens
+        if total > self.profile.context_length:
+            raise ContextOverflowError(
+                f"context: {prefix_tokens} prefix + {fresh_tokens} question + {max_tokens} answer tokens = {total}, "
+                f"the model takes {self.profile.context_length}",
+                value=total,
+                limit=self.profile.context_length,
+            )
+
+
+def load(
+    source: str,
+    *,
+    adapter: str = "",
+    revision: str = "",
+    prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
+    max_payload_bytes: int = limits.MAX_PAYLOAD_BYTES,
+) -> LoadedModel:
+    """Load an mlx-lm model and prove what its caches are.
+
+    On a CPU floating-point weights become float32: MLX multiplies bf16 and f16 tens of times slower there.
+
+    Args:
+        source: a model directory, or a hub id.
+        adapter: directory of a LoRA adapter, or "".
+        revision: of a hub id, or "".
+        prefill_chunk: tokens a forward pass while reading.
+        max_payload_bytes: largest payload that this node takes.
+
+    Raises:
+        ModelError: when the model cannot be found, loaded or used.
+    """
+    check_compiler()
+    path = _locate(source, revision)
+    model, config = _load_weights(path, source)
+    if adapter:
+        model = _apply_adapter(model, adapter)
+    if mx.default_device() == mx.Device(mx.cpu):
+        model.set_dtype(mx.float32)
+    model.eval()
+    mx.eval(model.parameters())
+    tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+    identity = Model(
+        id=source if not Path(source).exists() else path.name,
+        revision=revision,
+        type=str(config.get("model_type", "unknown")),
+        weights=fingerprint.weights_digest(path),
+        config=fingerprint.config_digest(config),
+        quantization=fingerprint.quantization(config),
+        adapter=fingerprint.adapter_digest(Path(adapter)) if adapter else None,
+    )
+    profile = _attach(model, config, identity, tokenizer, max_payload_bytes)
+    return LoadedModel(model, tokenizer, PromptBuilder(tokenizer), profile, prefill_chunk)
+
+
+def _locate(source: str, revision: str) -> Path:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model: {source} has no config.json", model=source)
+        return path
+    if path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1:
+        raise ModelError(
+            f"model: {source!r} is neither a directory nor a hub id (owner/name); "
+            "`kvferry models list` shows what can be added by name",
+            model=source,
+        )
+    try:
+        return Path(snapshot_download(source, revision=revision or None, allow_patterns=list(_MODEL_FILES)))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model: {source} could not be fetched: {error}", model=source) from error
+
+
+def _load_weights(path: Path, source: str) -> tuple[Any, dict[str, Any]]:
+    try:
+        return load_model(path)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, json.JSONDecodeError) as error:
+        raise ModelError(f"model: {source} could not be loaded: {error}", model=source) from error
+
+
+def _apply_adapter(model: Any, adapter: str) -> Any:
+    try:
+        return load_adapters(model, adapter)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"adapter: {adapter} could not be loaded: {error}", adapter=adapter) from error
+
+
+def _attach(model: Any, config: dict[str, Any], identity: Model, tokenizer: Any, max_payload_bytes: int) -> Profile:
+    """Run the attach-time proofs and describe the model by what they measured."""
+    context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
+    probe, cache = rope.probe(model, len(tokenizer))
+    layers = tuple(_geometry(layer) for layer in cache)
+    unsupported = probe.unsupported or _self_test(model, cache)
+    return Profile(
+        model=identity,
+        tokenizer=fingerprint.tokenizer_identity(tokenizer),
+        prompt_version=PROMPT_VERSION,
+        rope=tuple(rotation.rope for rotation in probe.rotations),
+        layers=layers,
+        probe_error=probe.error,
+        context_length=int(context or _DEFAULT_CONTEXT),
+        max_payload_bytes=max_payload_bytes,
+        unsupported=unsupported,
+    )
+
+
+def _geometry(cache: Any) -> LayerGeometry:
+    if type(cache) is not KVCache:
+        return LayerGeometry(type(cache).__name__, 0, 0, 0, "none")
+    keys, values = cache.keys_and_values()
+    return LayerGeometry("KVCache", keys.shape[1], keys.shape[3], values.shape[3], dtype_name(keys))
+
+
+def _self_test(model: Any, cache: list[Any]) -> str:
+    """Compare two tokens on a branch with the same two on the model's own cache. Return what is wrong, or ""."""
+    prefix = snapshot(cache)
+    try:
+        carried = forward(model, _SELF_TEST_IDS, prefix.branch(len(_SELF_TEST_IDS)))
+    except ModelError as error:
+        return error.message
+    own = model(mx.array([_SELF_TEST_IDS], dtype=mx.uint32), cache=cache)[0]
+    scale = scalar(mx.max(mx.abs(own.astype(mx.float32)))) or 1.0
+    difference = scalar(mx.max(mx.abs((own - carried).astype(mx.float32)))) / scale
+    tolerance = rope.TOLERANCE.get(own.dtype, 0.0)
+    return "" if difference <= tolerance else f"a carried cache gives other logits: relative error {difference:.2g}"

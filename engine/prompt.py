@@ -1,0 +1,105 @@
+"""The prompt of every method: one layout, one boundary.
+
+    <template><system><template><document> | <template><question><template>
+    ------------- prefix ----------------- | ---------- fresh -------------
+
+Every piece is encoded on its own and the ids are joined, so where the document ends never depends on the question:
+prefix ids + fresh ids are the ids of the whole prompt, for every method and every document.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from kvferry.core.errors import ModelError
+from kvferry.engine.content import ContentEncoder
+
+PROMPT_VERSION = 1
+"""Changes whenever the texts below or their order change."""
+
+DEFAULT_SYSTEM = (
+    "You answer questions about a document. Use only what the document says. "
+    "Answer briefly and copy names, codes, numbers and dates exactly."
+)
+_BEFORE_DOCUMENT = "Document:\n"
+_BEFORE_QUESTION = "\n\nQuestion: "
+_SYSTEM_MARK, _DOCUMENT_MARK, _QUESTION_MARK = "\ue0001\ue000", "\ue0002\ue000", "\ue0003\ue000"
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The chat template's own text around the three pieces of content."""
+
+    opening: str
+    before_document: str
+    before_question: str
+    closing: str
+
+
+class PromptBuilder:
+    """Makes prefix and question ids for one model."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Build from an mlx-lm tokenizer.
+
+        Raises:
+            ModelError: when the model has no chat template, or one that reorders or drops what it is given.
+        """
+        if not tokenizer.has_chat_template:
+            raise ModelError("chat template: the model has none; kvferry needs an instruction-tuned model")
+        self._structure = tokenizer.backend_tokenizer
+        self._content = ContentEncoder(tokenizer)
+        self._frame = _split(_render(tokenizer))
+
+    def prefix(self, document: str, system: str = DEFAULT_SYSTEM) -> list[int]:
+        """Return the ids of everything up to the document's last token."""
+        return (
+            self._encode_structure(self._frame.opening)
+            + self._content.encode(system)
+            + self._encode_structure(self._frame.before_document)
+            + self._content.encode(document)
+        )
+
+    def fresh(self, question: str) -> list[int]:
+        """Return the ids of everything after the document: the question and the header of the answer."""
+        return (
+            self._encode_structure(self._frame.before_question)
+            + self._content.encode(question)
+            + self._encode_structure(self._frame.closing)
+        )
+
+    def _encode_structure(self, text: str) -> list[int]:
+        return list(self._structure.encode(text, add_special_tokens=False).ids) if text else []
+
+
+def _render(tokenizer: Any) -> str:
+    user = f"{_BEFORE_DOCUMENT}{_DOCUMENT_MARK}{_BEFORE_QUESTION}{_QUESTION_MARK}"
+    with_system = [{"role": "system", "content": _SYSTEM_MARK}, {"role": "user", "content": user}]
+    try:
+        return _apply(tokenizer, with_system)
+    except TemplateError:
+        # Templates without a system role raise; the system prompt then opens the user's turn.
+        return _apply(tokenizer, [{"role": "user", "content": f"{_SYSTEM_MARK}\n\n{user}"}])
+
+
+def _apply(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    text: str = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    return text
+
+
+def _split(rendered: str) -> _Frame:
+    marks = (_SYSTEM_MARK, _DOCUMENT_MARK, _QUESTION_MARK)
+    if any(rendered.count(mark) != 1 for mark in marks):
+        raise ModelError("chat template: it drops or repeats the system prompt or the user's turn")
+    places = [rendered.index(mark) for mark in marks]
+    if places != sorted(places):
+        raise ModelError("chat template: it puts the user's turn before the system prompt")
+    opening, rest = rendered.split(_SYSTEM_MARK)
+    before_document, rest = rest.split(_DOCUMENT_MARK)
+    before_question, closing = rest.split(_QUESTION_MARK)
+    return _Frame(opening, before_document, before_question, closing)

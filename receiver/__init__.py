@@ -1,0 +1,1 @@
+"""The receiver daemon: judges artifacts, takes them in, rebuilds caches, answers questions, keeps the ledger."""

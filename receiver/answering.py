@@ -1,0 +1,173 @@
+"""Answering one question from one artifact, and accounting for it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.core.ledger import Ledger, Lookups, Milliseconds, Rows, SenderAccount, Tokens, Traffic
+from kvferry.core.store import Stored
+from kvferry.engine.cache import PrefixCache
+from kvferry.engine.generate import Answer, Sampling, Token
+from kvferry.engine.model import LoadedModel
+from kvferry.engine.residency import Residency
+from kvferry.receiver import reconstruct
+
+_NO_ACCOUNT = SenderAccount(0, 0, 0.0, 0.0, 0.0, 0.0)
+_NO_TRAFFIC = Traffic(0, 0, 0, 0)
+
+
+@dataclass
+class Preparation:
+    """What it took to have the prefix's cache at hand for one question.
+
+    ``prefix`` is a kept cache, or the model's own caches for a text that is read anew for every question.
+    """
+
+    prefix: PrefixCache | list[Any]
+    rows: list[int]
+    prefix_tokens: int
+    read_tokens: int = 0
+    reused_tokens: int = 0
+    reconstruct_ms: float = 0.0
+    prefill_ms: float = 0.0
+
+
+@dataclass
+class Account:
+    """One answer in the making. ``accepted_at`` is the monotonic clock when the question was accepted."""
+
+    accepted_at: float
+    preparation: Preparation
+    question_tokens: int = 0
+    first_token_ms: float | None = None
+
+
+class Answerer:
+    """Prepares caches and answers with one model. Use from the worker thread."""
+
+    def __init__(self, model: LoadedModel, residency: Residency, versions: dict[str, str]) -> None:
+        self._model = model
+        self._residency = residency
+        self._versions = versions
+
+    def prepare(self, stored: Stored) -> Generator[int, None, Preparation]:
+        """Rebuild, reread or find the cache of an artifact's prefix.
+
+        Yields:
+            Tokens read so far, so that other work can take turns.
+
+        Raises:
+            ContainerError: when stored bytes are no longer those of the manifest.
+            ContextOverflowError: when a text does not fit the context.
+        """
+        held = self._residency.get(stored.artifact_id)
+        if held is not None:
+            return _kept(held, reused_tokens=held.offset)
+        if stored.manifest.method.consume == "inject":
+            preparation = self._rebuild(stored)
+        else:
+            preparation = yield from self._read(stored)
+        if isinstance(preparation.prefix, PrefixCache):
+            self._residency.put(stored.artifact_id, preparation.prefix)
+        return preparation
+
+    def answer(
+        self, stored: Stored, question: str, sampling: Sampling, account: Account
+    ) -> Generator[Token, None, tuple[Answer, Ledger]]:
+        """Answer from a prepared cache. The stored cache is branched, never written."""
+        ids = self._model.prompt.fresh(question)
+        account.question_tokens = len(ids)
+        preparation = account.preparation
+        steps = self._model.answer(ids, preparation.prefix, preparation.prefix_tokens, sampling)
+        with contextlib.closing(steps):
+            answer = yield from _timed(steps, account)
+        return answer, self._ledger(stored, answer, account)
+
+    def _rebuild(self, stored: Stored) -> Preparation:
+        start = time.perf_counter()
+        prefix = reconstruct.prefix_cache(stored.manifest, stored.read_sections())
+        return _kept(prefix, reused_tokens=prefix.offset, reconstruct_ms=_since(start))
+
+    def _read(self, stored: Stored) -> Generator[int, None, Preparation]:
+        start = time.perf_counter()
+        message = reconstruct.message(stored.manifest, stored.read_sections())
+        ids = self._model.prompt.prefix(message.text, message.system)
+        reconstruct_ms = _since(start)
+        start = time.perf_counter()
+        prefix: PrefixCache | list[Any]
+        if stored.manifest.method.consume == "prefill_once":
+            prefix = yield from self._model.prefill(ids)
+        else:
+            prefix = yield from self._model.read(ids)
+        rows = [len(ids)] * len(self._model.profile.layers)
+        return Preparation(prefix, rows, len(ids), len(ids), 0, reconstruct_ms, _since(start))
+
+    def _ledger(self, stored: Stored, answer: Answer, account: Account) -> Ledger:
+        sender = stored.record.account or _NO_ACCOUNT
+        traffic = stored.record.traffic or _NO_TRAFFIC
+        preparation, manifest = account.preparation, stored.manifest
+        rows = preparation.rows
+        return Ledger(
+            artifact_id=stored.artifact_id.hex(),
+            method=manifest.method.id,
+            form=manifest.form,
+            verdict="accepted",
+            fallback=None,
+            fallback_reason=None,
+            manifest_bytes=traffic.manifest_bytes,
+            payload_bytes=traffic.payload_bytes,
+            resent_bytes=traffic.resent_bytes,
+            control_bytes=traffic.control_bytes,
+            lookups=Lookups(),
+            wire_bytes=traffic.wire_bytes,
+            dense_bf16_bytes=sender.dense_bf16_bytes,
+            ratio=sender.dense_bf16_bytes / traffic.wire_bytes if traffic.wire_bytes else 0.0,
+            tokens=Tokens(
+                sender_prefill=sender.prefill_tokens,
+                receiver_prefill=preparation.read_tokens + account.question_tokens,
+                reused=preparation.reused_tokens,
+                generated=len(answer.token_ids),
+            ),
+            ms=Milliseconds(
+                prefill=sender.prefill_ms,
+                method=sender.method_ms,
+                encode=sender.encode_ms,
+                transfer=sender.transfer_ms,
+                verify=stored.record.verify_ms,
+                reconstruct=preparation.reconstruct_ms,
+                receiver_prefill=preparation.prefill_ms,
+                first_token=account.first_token_ms,
+                total=_since(account.accepted_at),
+            ),
+            rows=Rows(min(rows), sum(rows) / len(rows), max(rows)),
+            resident_bytes=self._residency.nbytes,
+            finish_reason=answer.finish_reason,
+            prompt_version=manifest.prompt.version,
+            system=manifest.prompt.system.hex(),
+            runtime=self._versions,
+        )
+
+
+def _kept(prefix: PrefixCache, *, reused_tokens: int, reconstruct_ms: float = 0.0) -> Preparation:
+    rows = [layer.rows for layer in prefix.layers]
+    return Preparation(prefix, rows, prefix.offset, 0, reused_tokens, reconstruct_ms)
+
+
+def _timed(steps: Generator[Token, None, Answer], account: Account) -> Generator[Token, None, Answer]:
+    while True:
+        try:
+            token = next(steps)
+        except StopIteration as stop:
+            answer: Answer = stop.value
+            return answer
+        if token.text and account.first_token_ms is None:
+            account.first_token_ms = _since(account.accepted_at)
+        yield token
+
+
+def _since(start: float) -> float:
+    return (time.perf_counter() - start) * 1000

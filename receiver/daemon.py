@@ -1,0 +1,75 @@
+"""The receiver as a process: load the model, open the store, serve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+
+import grpc
+
+from kvferry.core import logs, serving
+from kvferry.core.config import ReceiverConfig, store_path
+from kvferry.core.store import ArtifactStore
+from kvferry.engine import model_store
+from kvferry.engine.backend import runtime_versions
+from kvferry.engine.model import load
+from kvferry.engine.residency import Residency
+from kvferry.engine.worker import Worker
+from kvferry.proto.v1 import receiver_service_pb2 as pb
+from kvferry.proto.v1 import receiver_service_pb2_grpc as pb_grpc
+from kvferry.receiver.answering import Answerer
+from kvferry.receiver.intake import Intake
+from kvferry.receiver.ledger_file import LedgerFile
+from kvferry.receiver.service import ReceiverParts, ReceiverServicer
+
+
+async def run(config: ReceiverConfig, *, announce_json: bool = False) -> None:
+    """Run a receiver until it is told to stop.
+
+    Raises:
+        KvferryError: when the model, the store or the address cannot be used.
+    """
+    root = store_path(config)
+    store = ArtifactStore(root)
+    worker = Worker()
+    try:
+        model = await worker.run(
+            lambda: load(
+                str(model_store.resolve(config.model)),
+                adapter=config.adapter,
+                revision=config.revision,
+                prefill_chunk=config.prefill_chunk,
+                max_payload_bytes=config.max_payload_bytes,
+            )
+        )
+        versions = runtime_versions()
+        residency = Residency(config.cache_bytes)
+        parts = ReceiverParts(
+            config=config,
+            model=model,
+            store=store,
+            intake=Intake(store, model.profile),
+            answerer=Answerer(model, residency, versions),
+            residency=residency,
+            ledger=LedgerFile(Path(config.ledger).expanduser() if config.ledger else root / "ledger.jsonl"),
+            worker=worker,
+            versions=versions,
+        )
+
+        def register(server: grpc.aio.Server) -> Iterable[str]:
+            pb_grpc.add_ReceiverServiceServicer_to_server(ReceiverServicer(parts), server)
+            return [pb.DESCRIPTOR.services_by_name["ReceiverService"].full_name]
+
+        log = logs.logger("receiver")
+        log.info("ready", model=model.profile.model.id, unsupported=model.profile.unsupported, **versions)
+        await serving.serve(config, register, announce_json=announce_json)
+    finally:
+        worker.close()
+        store.close()
+
+
+def main(config: ReceiverConfig, *, announce_json: bool = False) -> None:
+    """Run a receiver in this process."""
+    logs.configure(config.log_level, config.log_format)
+    asyncio.run(run(config, announce_json=announce_json))

@@ -1,0 +1,92 @@
+"""Taking artifacts in: Offer, Put and Commit on the store, with everything that crosses counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from kvferry.core import container, manifest
+from kvferry.core.compat import Profile, Verdict, judge
+from kvferry.core.errors import InvalidRequestError, NotFoundError
+from kvferry.core.ledger import SenderAccount, account_from_json
+from kvferry.core.store import ArtifactStore, Stored
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The answer to an offer. ``missing`` holds half-open runs of chunk indices."""
+
+    artifact_id: bytes
+    verdict: Verdict
+    missing: tuple[tuple[int, int], ...]
+    committed: bool
+
+
+class Intake:
+    """The receiving side of a transfer. Blocking; call from threads."""
+
+    def __init__(self, store: ArtifactStore, profile: Profile) -> None:
+        self._store = store
+        self._profile = profile
+
+    def offer(self, encoded: bytes) -> Judgement:
+        """Judge a manifest. Nothing is allocated for an artifact that is refused.
+
+        Raises:
+            ManifestError: when the manifest is malformed or contradicts itself.
+            StoreError: when the store has no room.
+        """
+        decoded = manifest.decode(encoded)
+        container.check_plan(decoded)
+        artifact_id = manifest.artifact_id(encoded)
+        verdict = judge(decoded, self._profile)
+        if not verdict.accepted:
+            return Judgement(artifact_id, verdict, (), committed=False)
+        if self._is_committed(artifact_id):
+            return Judgement(artifact_id, verdict, (), committed=True)
+        partial = self._store.begin(encoded)
+        return Judgement(artifact_id, verdict, tuple(partial.missing()), committed=False)
+
+    def charge(self, artifact_id: bytes, received: int, control: int) -> None:
+        """Count bytes that crossed for an artifact that is on its way in."""
+        self._store.partial(artifact_id).count(received, control)
+
+    def put(self, artifact_id: bytes, index: int, data: bytes, control: int) -> None:
+        """Verify and write one chunk.
+
+        Raises:
+            NotFoundError: when the artifact was not offered.
+            ContainerError: when the chunk is not one of the manifest's.
+        """
+        partial = self._store.partial(artifact_id)
+        partial.count(len(data), control)
+        partial.put(index, data)
+
+    def commit(self, artifact_id: bytes, account_json: str, control: int) -> Stored:
+        """Verify and publish; a second Commit finds the artifact published.
+
+        Raises:
+            InvalidRequestError: when the account cannot be read.
+            TransferError: when chunks are missing.
+            IntegrityError: when a digest differs.
+        """
+        if self._is_committed(artifact_id):
+            return self._store.get(artifact_id)
+        account = _parse_account(account_json)
+        self.charge(artifact_id, 0, control)
+        return self._store.commit(artifact_id, account)
+
+    def _is_committed(self, artifact_id: bytes) -> bool:
+        try:
+            self._store.get(artifact_id)
+        except NotFoundError:
+            return False
+        return True
+
+
+def _parse_account(text: str) -> SenderAccount:
+    try:
+        return account_from_json(text)
+    except msgspec.MsgspecError as error:
+        raise InvalidRequestError(f"account_json: {error}", field="account_json") from error

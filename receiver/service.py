@@ -1,0 +1,229 @@
+"""The receiver's gRPC service: a thin layer between messages and the receiver's own parts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import grpc
+
+from kvferry.core import limits, rpc, wire
+from kvferry.core.config import ReceiverConfig
+from kvferry.core.errors import InvalidRequestError, TooLargeError, TransferError
+from kvferry.core.ledger import to_json
+from kvferry.core.logs import logger
+from kvferry.core.store import ArtifactStore, Stored
+from kvferry.engine.generate import Sampling
+from kvferry.engine.model import LoadedModel
+from kvferry.engine.residency import Residency
+from kvferry.engine.worker import Worker
+from kvferry.proto.v1 import receiver_service_pb2 as pb
+from kvferry.proto.v1 import receiver_service_pb2_grpc as pb_grpc
+from kvferry.receiver.answering import Account, Answerer, Preparation
+from kvferry.receiver.intake import Intake
+from kvferry.receiver.ledger_file import LedgerFile
+
+_PUT_IDLE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class ReceiverParts:
+    """What the service works with."""
+
+    config: ReceiverConfig
+    model: LoadedModel
+    store: ArtifactStore
+    intake: Intake
+    answerer: Answerer
+    residency: Residency
+    ledger: LedgerFile
+    worker: Worker
+    versions: dict[str, str]
+
+
+class ReceiverServicer(pb_grpc.ReceiverServiceServicer):
+    """Describe, Offer, Put, Commit, Ask, List, Drop."""
+
+    def __init__(self, parts: ReceiverParts) -> None:
+        self._parts = parts
+        self._log = logger("receiver")
+        self._preparing: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+
+    async def Describe(  # noqa: N802  (the names are gRPC's)
+        self,
+        request: pb.ReceiverServiceDescribeRequest,
+        context: grpc.aio.ServicerContext[pb.ReceiverServiceDescribeRequest, pb.ReceiverServiceDescribeResponse],
+    ) -> pb.ReceiverServiceDescribeResponse:
+        """Say what this receiver runs."""
+        node = wire.node_to_message("receiver", self._parts.model.profile, self._parts.versions)
+        return pb.ReceiverServiceDescribeResponse(node=node)
+
+    async def Offer(  # noqa: N802
+        self, request: pb.OfferRequest, context: grpc.aio.ServicerContext[pb.OfferRequest, pb.OfferResponse]
+    ) -> pb.OfferResponse:
+        """Judge a manifest."""
+        async with rpc.reporting(context):
+            judgement = await asyncio.to_thread(self._parts.intake.offer, request.manifest)
+            if not judgement.verdict.accepted:
+                self._log.warning(
+                    "refused", artifact=judgement.artifact_id.hex(), verdict=str(judgement.verdict)[:1000]
+                )
+            response = pb.OfferResponse(
+                artifact_id=judgement.artifact_id,
+                verdict=wire.verdict_to_message(judgement.verdict),
+                missing=wire.ranges_to_message(judgement.missing),
+                committed=judgement.committed,
+            )
+            if judgement.verdict.accepted and not judgement.committed:
+                control = request.ByteSize() - len(request.manifest) + response.ByteSize()
+                await asyncio.to_thread(self._parts.intake.charge, judgement.artifact_id, 0, control)
+        return response
+
+    async def Put(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[pb.PutRequest],
+        context: grpc.aio.ServicerContext[pb.PutRequest, pb.PutResponse],
+    ) -> AsyncIterator[pb.PutResponse]:
+        """Take chunks in and acknowledge each one once it is written."""
+        async with rpc.reporting(context):
+            while True:
+                request = await _next(request_iterator)
+                if request is None:
+                    return
+                artifact_id = wire.check_digest(request.artifact_id, "artifact_id")
+                response = pb.PutResponse(index=request.index)
+                control = request.ByteSize() - len(request.data) + response.ByteSize()
+                await asyncio.to_thread(self._parts.intake.put, artifact_id, request.index, request.data, control)
+                yield response
+
+    async def Commit(  # noqa: N802
+        self, request: pb.CommitRequest, context: grpc.aio.ServicerContext[pb.CommitRequest, pb.CommitResponse]
+    ) -> pb.CommitResponse:
+        """Verify and publish an artifact."""
+        async with rpc.reporting(context):
+            artifact_id = wire.check_digest(request.artifact_id, "artifact_id")
+            stored = await asyncio.to_thread(
+                self._parts.intake.commit, artifact_id, request.account_json, request.ByteSize()
+            )
+            self._log.info("committed", artifact=artifact_id.hex(), method=stored.manifest.method.id)
+        return pb.CommitResponse(receipt=_receipt(stored))
+
+    async def Ask(  # noqa: N802
+        self, request: pb.AskRequest, context: grpc.aio.ServicerContext[pb.AskRequest, pb.AskResponse]
+    ) -> AsyncIterator[pb.AskResponse]:
+        """Answer a question."""
+        accepted_at = time.perf_counter()
+        async with rpc.reporting(context):
+            sampling = self._check_question(request)
+            artifact_id = wire.check_digest(request.artifact_id, "artifact_id")
+            stored = await asyncio.to_thread(self._parts.store.get, artifact_id)
+            account = Account(accepted_at, await self._prepare(stored))
+            stream = self._parts.worker.stream(self._parts.answerer.answer(stored, request.question, sampling, account))
+            try:
+                async for token in stream:
+                    yield pb.AskResponse(piece=pb.AnswerPiece(token_id=token.token_id, text=token.text))
+            finally:
+                await stream.aclose()
+            if stream.result is None:
+                raise TransferError("answer: stopped before its end")
+            answer, ledger = stream.result
+            await asyncio.to_thread(self._parts.ledger.append, ledger)
+            end = pb.AnswerEnd(
+                text=answer.text,
+                token_ids=answer.token_ids,
+                finish_reason=answer.finish_reason,
+                ledger_json=to_json(ledger),
+            )
+            yield pb.AskResponse(end=end)
+
+    async def List(  # noqa: N802
+        self, request: pb.ListRequest, context: grpc.aio.ServicerContext[pb.ListRequest, pb.ListResponse]
+    ) -> pb.ListResponse:
+        """List committed artifacts."""
+        async with rpc.reporting(context):
+            listed = await asyncio.to_thread(self._list)
+        return pb.ListResponse(artifacts=[_summary(stored) for stored in listed])
+
+    async def Drop(  # noqa: N802
+        self, request: pb.DropRequest, context: grpc.aio.ServicerContext[pb.DropRequest, pb.DropResponse]
+    ) -> pb.DropResponse:
+        """Remove an artifact."""
+        async with rpc.reporting(context):
+            artifact_id = wire.check_digest(request.artifact_id, "artifact_id")
+            await asyncio.to_thread(self._parts.store.drop, artifact_id)
+            await self._parts.worker.run(lambda: self._parts.residency.drop(artifact_id))
+            self._log.info("dropped", artifact=artifact_id.hex())
+        return pb.DropResponse()
+
+    async def _prepare(self, stored: Stored) -> Preparation:
+        """Have the cache at hand. Several questions at once wait for one preparation of what is kept."""
+        lock = (
+            contextlib.nullcontext()
+            if stored.manifest.method.consume == "prefill"
+            else self._preparing.setdefault(stored.artifact_id, asyncio.Lock())
+        )
+        async with lock:
+            stream = self._parts.worker.stream(self._parts.answerer.prepare(stored))
+            try:
+                async for _ in stream:
+                    pass
+            finally:
+                await stream.aclose()
+        if stream.result is None:
+            raise TransferError("answer: stopped before the cache was ready")
+        return stream.result
+
+    def _list(self) -> list[Stored]:
+        return [self._parts.store.get(artifact_id) for artifact_id in self._parts.store.ids()]
+
+    def _check_question(self, request: pb.AskRequest) -> Sampling:
+        if not request.question.strip():
+            raise InvalidRequestError("question: is empty", field="question")
+        size = len(request.question.encode("utf-8"))
+        if size > limits.MAX_QUESTION_BYTES:
+            raise TooLargeError(
+                f"question: {size} bytes, the limit is {limits.MAX_QUESTION_BYTES}",
+                value=size,
+                limit=limits.MAX_QUESTION_BYTES,
+            )
+        limit = self._parts.config.max_answer_tokens
+        if request.max_tokens > limit:
+            raise TooLargeError(
+                f"max_tokens: {request.max_tokens}, the limit is {limit}", value=request.max_tokens, limit=limit
+            )
+        return Sampling(request.max_tokens, request.temperature, request.top_p, request.seed)
+
+
+async def _next(requests: AsyncIterator[pb.PutRequest]) -> pb.PutRequest | None:
+    try:
+        async with asyncio.timeout(_PUT_IDLE_SECONDS):
+            return await anext(requests, None)
+    except TimeoutError as error:
+        raise TransferError(f"chunks: nothing came for {_PUT_IDLE_SECONDS:g} s") from error
+
+
+def _receipt(stored: Stored) -> pb.Receipt:
+    traffic = stored.record.traffic
+    return pb.Receipt(
+        artifact_id=stored.artifact_id,
+        payload_bytes=stored.manifest.payload.length,
+        payload_digest=stored.manifest.payload.digest,
+        verify_ms=stored.record.verify_ms,
+        received_bytes=traffic.received_bytes if traffic else 0,
+        control_bytes=traffic.control_bytes if traffic else 0,
+    )
+
+
+def _summary(stored: Stored) -> pb.ArtifactSummary:
+    return pb.ArtifactSummary(
+        artifact_id=stored.artifact_id,
+        method=stored.manifest.method.id,
+        form=stored.manifest.form,
+        payload_bytes=stored.manifest.payload.length,
+        prefix_tokens=stored.manifest.prefix.tokens if stored.manifest.prefix else 0,
+        committed_at=stored.record.committed_at,
+    )

@@ -1,0 +1,193 @@
+"""From a document and a method to a stored artifact, made once and found again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import msgspec
+
+from kvferry.core.digests import digest
+from kvferry.core.errors import NotFoundError
+from kvferry.core.files import write_atomic
+from kvferry.core.ledger import SenderAccount
+from kvferry.core.manifest import (
+    MANIFEST_VERSION,
+    Manifest,
+    Method as MethodGroup,
+    Payload,
+    Positions,
+    Prompt,
+    Runtime,
+    Section,
+)
+from kvferry.core.store import ArtifactStore, Stored
+from kvferry.engine.model import LoadedModel
+from kvferry.sender import parity
+from kvferry.sender.encode import kv_contents, kv_layout, text_contents
+from kvferry.sender.method import DENSE, KvMaterial, Material, Method, TextMaterial
+from kvferry.sender.reading import Progress, Reading
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A stored artifact and what making it cost. ``reused`` says that an earlier request made it."""
+
+    stored: Stored
+    account: SenderAccount
+    reused: bool
+
+
+class ArtifactMaker:
+    """Makes artifacts with one model. Use from the worker thread.
+
+    A request that was served before finds its artifact by a digest of everything that shaped it, so a broken transfer
+    resumes without reading the document again.
+    """
+
+    def __init__(self, model: LoadedModel, store: ArtifactStore, chunk_bytes: int, versions: Mapping[str, str]) -> None:
+        self._model = model
+        self._store = store
+        self._chunk_bytes = chunk_bytes
+        self._runtime = Runtime(versions["kvferry"], versions["mlx"], versions["mlx_lm"], versions["device"])
+        self._memo = store.root / "made"
+        self._memo.mkdir(exist_ok=True)
+
+    def make(
+        self, method: Method[Any], reading: Reading, parameters: msgspec.Struct
+    ) -> Generator[Progress, None, Artifact]:
+        """Make an artifact, or find the one that the same request made before.
+
+        Raises:
+            KvferryError: whatever the method, the model or the store refuses.
+        """
+        memo = self._memo / self._request_key(method, reading, parameters).hex()
+        found = self._find(memo)
+        if found is not None:
+            return found
+        start = time.perf_counter()
+        material = yield from method.make(reading, parameters)
+        method_ms = (time.perf_counter() - start) * 1000 - reading.prefill_ms
+        yield Progress("encode", 0, 1)
+        start = time.perf_counter()
+        stored = self._store_material(method, reading, parameters, material)
+        encode_ms = (time.perf_counter() - start) * 1000
+        account = SenderAccount(
+            prefill_tokens=reading.prefill_tokens,
+            dense_bf16_bytes=reading.prefix.tokens * self._model.profile.dense_bytes_per_token,
+            prefill_ms=reading.prefill_ms,
+            method_ms=max(method_ms, 0.0),
+            encode_ms=encode_ms,
+            transfer_ms=0.0,
+        )
+        write_atomic(memo, msgspec.json.encode({"artifact": stored.artifact_id.hex(), "account": account}))
+        yield Progress("encode", 1, 1)
+        return Artifact(stored, account, reused=False)
+
+    def _find(self, memo: Path) -> Artifact | None:
+        try:
+            entry = msgspec.json.decode(memo.read_bytes(), type=_Memo)
+            return Artifact(self._store.get(bytes.fromhex(entry.artifact)), entry.account, reused=True)
+        except (FileNotFoundError, NotFoundError):
+            return None
+
+    def _request_key(self, method: Method[Any], reading: Reading, parameters: msgspec.Struct) -> bytes:
+        profile = self._model.profile
+        parts = [
+            MANIFEST_VERSION,
+            msgspec.to_builtins(reading.document, builtin_types=(bytes,)),
+            reading.system,
+            reading.question if method.info.aware else None,
+            method.info.id,
+            msgspec.to_builtins(parameters),
+            msgspec.to_builtins(profile.model, builtin_types=(bytes,)),
+            msgspec.to_builtins(profile.tokenizer, builtin_types=(bytes,)),
+            profile.prompt_version,
+            self._model.prefill_chunk,
+            self._chunk_bytes,
+            msgspec.to_builtins(self._runtime),
+        ]
+        return digest(msgpack.packb(parts))
+
+    def _store_material(
+        self, method: Method[Any], reading: Reading, parameters: msgspec.Struct, material: Material
+    ) -> Stored:
+        if isinstance(material, TextMaterial):
+            contents = tuple(text_contents(material, reading.system))
+        else:
+            contents = tuple(kv_contents(material.cache, reading.ids))
+        sections = tuple(content.section for content in contents)
+        kv_groups = self._kv_groups(reading, material) if isinstance(material, KvMaterial) else {}
+
+        def describe(payload: Payload) -> Manifest:
+            plain = self._text_manifest(method, reading, parameters, material, sections, payload)
+            return msgspec.structs.replace(plain, **kv_groups)
+
+        return self._store.create(contents, self._chunk_bytes, describe)
+
+    def _text_manifest(
+        self,
+        method: Method[Any],
+        reading: Reading,
+        parameters: msgspec.Struct,
+        material: Material,
+        sections: tuple[Section, ...],
+        payload: Payload,
+    ) -> Manifest:
+        return Manifest(
+            version=MANIFEST_VERSION,
+            form="text",
+            model=None,
+            tokenizer=None,
+            document=reading.document,
+            prompt=Prompt(self._model.profile.prompt_version, digest(reading.system.encode("utf-8"))),
+            prefix=None,
+            positions=None,
+            layout=None,
+            method=_method_group(method, parameters, material),
+            mapper=None,
+            encoding=material.encoding
+            if isinstance(material, KvMaterial)
+            else msgspec.structs.replace(DENSE, zstd=material.zstd),
+            sections=sections,
+            payload=payload,
+            parity=None,
+            runtime=self._runtime,
+        )
+
+    def _kv_groups(self, reading: Reading, material: KvMaterial) -> dict[str, Any]:
+        profile = self._model.profile
+        return {
+            "form": "kv",
+            "model": profile.model,
+            "tokenizer": profile.tokenizer,
+            "prefix": reading.prefix,
+            "positions": Positions(profile.rope, profile.probe_error),
+            "layout": kv_layout(material.cache),
+            "parity": parity.measure(self._model, material.cache, material.bound),
+        }
+
+
+class _Memo(msgspec.Struct, frozen=True):
+    artifact: str
+    account: SenderAccount
+
+
+def _method_group(method: Method[Any], parameters: msgspec.Struct, material: Material) -> MethodGroup:
+    if isinstance(material, KvMaterial):
+        consume = "inject"
+    else:
+        consume = "prefill_once" if material.retain else "prefill"
+    return MethodGroup(
+        id=method.info.id,
+        label=method.info.label,  # type: ignore[arg-type]  # the schema refuses any other word
+        aware=method.info.aware,
+        consume=consume,  # type: ignore[arg-type]
+        params=msgspec.to_builtins(parameters),
+        seed=None,
+        calibration=(),
+    )

@@ -1,0 +1,64 @@
+"""The sender as a process: load the model, open the store, serve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import grpc
+
+from kvferry.core import logs, serving
+from kvferry.core.config import SenderConfig, store_path
+from kvferry.core.store import ArtifactStore
+from kvferry.engine import model_store
+from kvferry.engine.backend import runtime_versions
+from kvferry.engine.model import load
+from kvferry.engine.residency import Residency
+from kvferry.engine.worker import Worker
+from kvferry.proto.v1 import sender_service_pb2 as pb
+from kvferry.proto.v1 import sender_service_pb2_grpc as pb_grpc
+from kvferry.sender.artifacts import ArtifactMaker
+from kvferry.sender.documents import DocumentStore
+from kvferry.sender.service import SenderParts, SenderServicer
+
+
+async def run(config: SenderConfig, *, announce_json: bool = False) -> None:
+    """Run a sender until it is told to stop.
+
+    Raises:
+        KvferryError: when the model, the store or the address cannot be used.
+    """
+    root = store_path(config)
+    store = ArtifactStore(root)
+    worker = Worker()
+    try:
+        model = await worker.run(
+            lambda: load(
+                str(model_store.resolve(config.model)),
+                adapter=config.adapter,
+                revision=config.revision,
+                prefill_chunk=config.prefill_chunk,
+            )
+        )
+        versions = runtime_versions()
+        residency = Residency(config.cache_bytes)
+        maker = ArtifactMaker(model, store, config.chunk_bytes, versions)
+        parts = SenderParts(config, model, maker, DocumentStore(root / "documents"), residency, worker, versions)
+
+        def register(server: grpc.aio.Server) -> Iterable[str]:
+            pb_grpc.add_SenderServiceServicer_to_server(SenderServicer(parts), server)
+            return [pb.DESCRIPTOR.services_by_name["SenderService"].full_name]
+
+        logs.logger("sender").info(
+            "ready", model=model.profile.model.id, unsupported=model.profile.unsupported, **versions
+        )
+        await serving.serve(config, register, announce_json=announce_json)
+    finally:
+        worker.close()
+        store.close()
+
+
+def main(config: SenderConfig, *, announce_json: bool = False) -> None:
+    """Run a sender in this process."""
+    logs.configure(config.log_level, config.log_format)
+    asyncio.run(run(config, announce_json=announce_json))

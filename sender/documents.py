@@ -1,0 +1,84 @@
+"""Documents that were read here, kept for look-ups, by the digest of their text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvferry.core import limits
+from kvferry.core.digests import digest
+from kvferry.core.errors import InvalidRequestError, NotFoundError, StoreError, TooLargeError
+from kvferry.core.files import write_atomic
+
+
+class DocumentStore:
+    """A directory of UTF-8 texts."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"store {root}: {error.strerror}", path=str(root)) from error
+
+    def keep(self, text: bytes) -> None:
+        """Store a text once.
+
+        Raises:
+            StoreError: when the disk refuses.
+        """
+        path = self._root / f"{digest(text).hex()}.txt"
+        try:
+            if not path.exists():
+                write_atomic(path, text)
+        except OSError as error:
+            raise StoreError(f"store {self._root}: {error.strerror}", path=str(self._root)) from error
+
+    def spans(self, document: bytes, spans: Sequence[tuple[int, int]]) -> list[str]:
+        """Return passages.
+
+        Args:
+            document: digest of the text's UTF-8 bytes.
+            spans: half-open ranges of code points.
+
+        Raises:
+            NotFoundError: when the document was never read here.
+            InvalidRequestError: when a span is not inside the document.
+            TooLargeError: when the passages together exceed the limit.
+        """
+        if len(spans) > limits.MAX_SPANS:
+            raise TooLargeError(
+                f"spans: {len(spans)}, at most {limits.MAX_SPANS} a call", value=len(spans), limit=limits.MAX_SPANS
+            )
+        text = self._read(document)
+        passages: list[str] = []
+        size = 0
+        for start, end in spans:
+            if not 0 <= start <= end <= len(text):
+                raise InvalidRequestError(
+                    f"spans: {start}..{end} is not inside the document's {len(text)} characters",
+                    field="spans",
+                    start=start,
+                    end=end,
+                    limit=len(text),
+                )
+            passages.append(text[start:end])
+            size += len(passages[-1].encode("utf-8"))
+            if size > limits.MAX_SPAN_BYTES:
+                raise TooLargeError(
+                    f"spans: more than {limits.MAX_SPAN_BYTES} bytes of text in one call",
+                    value=size,
+                    limit=limits.MAX_SPAN_BYTES,
+                )
+        return passages
+
+    def _read(self, document: bytes) -> str:
+        try:
+            data = (self._root / f"{document.hex()}.txt").read_bytes()
+        except FileNotFoundError as error:
+            raise NotFoundError(f"document {document.hex()}: not read here", document=document.hex()) from error
+        except OSError as error:
+            raise StoreError(f"document {document.hex()}: {error.strerror}", document=document.hex()) from error
+        if digest(data) != document:
+            raise StoreError(f"document {document.hex()}: its text on disk has changed", document=document.hex())
+        return data.decode("utf-8")

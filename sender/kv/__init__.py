@@ -1,0 +1,1 @@
+"""Methods that answer from a KV cache."""

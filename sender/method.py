@@ -1,0 +1,66 @@
+"""What a method is: a description, its parameters, and a rule that turns a reading into material."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from kvferry.core.manifest import Encoding
+from kvferry.core.wire import MethodInfo
+from kvferry.engine.cache import PrefixCache
+from kvferry.sender.reading import Progress, Reading
+
+DENSE = Encoding(None, None, None, None, None, None)
+
+
+class NoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """For methods without parameters."""
+
+
+@dataclass(frozen=True)
+class TextMaterial:
+    """Text to send. ``text`` None sends no material at all; ``zstd`` is a compression level.
+
+    ``retain`` asks the receiver to read the text once and branch from that cache for every question.
+    """
+
+    text: str | None
+    zstd: int | None = None
+    retain: bool = False
+
+
+@dataclass(frozen=True)
+class KvMaterial:
+    """A cache to send.
+
+    Attributes:
+        cache: what the receiver shall rebuild.
+        encoding: how K and V are stored.
+        bound: mean KL in nats that the method promises to stay within.
+    """
+
+    cache: PrefixCache
+    encoding: Encoding = DENSE
+    bound: float = 0.0
+
+
+Material = TextMaterial | KvMaterial
+Parameters_contra = TypeVar("Parameters_contra", bound=msgspec.Struct, contravariant=True)
+
+
+class Method(Protocol, Generic[Parameters_contra]):
+    """A method. ``parameters`` is a frozen msgspec Struct: its fields, types and limits are the method's interface."""
+
+    @property
+    def info(self) -> MethodInfo:
+        """Identity, label and source."""
+
+    @property
+    def parameters(self) -> type[Any]:
+        """The Struct that requests are checked against."""
+
+    def make(self, reading: Reading, parameters: Parameters_contra) -> Generator[Progress, None, Material]:
+        """Apply the rule. Yields progress; closing the generator stops the work."""

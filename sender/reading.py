@@ -1,0 +1,99 @@
+"""One document being read: its text, its token ids, and its cache once the model has read it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvferry.core.container import ids_to_bytes
+from kvferry.core.digests import digest
+from kvferry.core.errors import ModelError
+from kvferry.core.manifest import Document, Prefix
+from kvferry.engine.cache import PrefixCache
+from kvferry.engine.model import LoadedModel
+from kvferry.engine.residency import Residency
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a stage of a send is. ``stage`` is one of the protocol's names; units are tokens or bytes."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class Reading:
+    """What a method works on. Use from the worker thread.
+
+    Attributes:
+        text: the document.
+        system: the system prompt.
+        question: the question; only aware methods may look at it.
+        prefill_ms, prefill_tokens: spent by ``prefill``; 0 when the cache was at hand.
+    """
+
+    def __init__(self, model: LoadedModel, residency: Residency, text: str, system: str, question: str | None) -> None:
+        self._model = model
+        self._residency = residency
+        self.text = text
+        self.system = system
+        self.question = question
+        self.prefill_ms = 0.0
+        self.prefill_tokens = 0
+
+    @cached_property
+    def document(self) -> Document:
+        """The manifest's description of the text."""
+        encoded = self.text.encode("utf-8")
+        return Document(digest(encoded), len(encoded), len(self.text))
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """The prefix's token ids under the sender's model."""
+        return self._model.prompt.prefix(self.text, self.system)
+
+    @cached_property
+    def prefix(self) -> Prefix:
+        """The manifest's description of the ids."""
+        return Prefix(len(self.ids), digest(ids_to_bytes(self.ids)))
+
+    def prefill(self) -> Generator[Progress, None, PrefixCache]:
+        """Return the dense cache of the prefix, read now or kept from before.
+
+        Raises:
+            ModelError: when this model's caches cannot be carried.
+            ContextOverflowError: when the document does not fit the context.
+        """
+        problem = self._model.profile.unsupported
+        if problem:
+            raise ModelError(f"model: {self._model.profile.model.id}: its cache cannot be sent: {problem}")
+        yield Progress("tokenise", 0, len(self.text))
+        total = len(self.ids)
+        yield Progress("prefill", 0, total)
+        held = self._residency.get(self.prefix.ids)
+        if held is not None:
+            yield Progress("prefill", total, total)
+            return held
+        cache = yield from self._read(total)
+        self._residency.put(self.prefix.ids, cache)
+        return cache
+
+    def _read(self, total: int) -> Generator[Progress, None, PrefixCache]:
+        steps = self._model.prefill(self.ids)
+        try:
+            while True:
+                start = time.perf_counter()
+                try:
+                    done = next(steps)
+                except StopIteration as stop:
+                    cache: PrefixCache = stop.value
+                    self.prefill_tokens = total
+                    return cache
+                finally:
+                    self.prefill_ms += (time.perf_counter() - start) * 1000
+                yield Progress("prefill", done, total)
+        finally:
+            steps.close()

@@ -1,0 +1,60 @@
+"""Every method that the sender knows. A new method is one file and one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvferry.core.errors import InvalidRequestError, UnknownMethodError
+from kvferry.core.manifest import Scalar
+from kvferry.sender.kv.native import NativeCache
+from kvferry.sender.kv.serialised import SerialisedCache
+from kvferry.sender.method import Method
+from kvferry.sender.text.full_text import FullText
+from kvferry.sender.text.no_message import NoMessage
+from kvferry.sender.text.zstd_text import ZstdText
+
+METHODS: tuple[Method[Any], ...] = (
+    NoMessage(),
+    FullText(),
+    ZstdText(),
+    NativeCache(),
+    SerialisedCache(),
+)
+
+
+def find(name: str) -> Method[Any]:
+    """Return a method by its id or name; case does not matter.
+
+    Raises:
+        UnknownMethodError: naming what was asked for and what there is.
+    """
+    wanted = name.casefold()
+    for method in METHODS:
+        if wanted in (method.info.id.casefold(), method.info.name.casefold()):
+            return method
+    known = ", ".join(f"{method.info.id} ({method.info.name})" for method in METHODS)
+    raise UnknownMethodError(f"method: {name!r} is not one of {known}", field="method", value=name)
+
+
+def check_parameters(method: Method[Any], given: Mapping[str, Scalar]) -> msgspec.Struct:
+    """Return a method's parameters, defaults filled in.
+
+    Raises:
+        InvalidRequestError: naming the parameter and its allowed range.
+    """
+    known = {field.name: field.type for field in msgspec.structs.fields(method.parameters)}
+    for name, value in given.items():
+        if name not in known:
+            listed = ", ".join(sorted(known)) or "none"
+            raise InvalidRequestError(
+                f"{name}: method {method.info.id} has no such parameter; it takes {listed}", field=name
+            )
+        try:
+            msgspec.convert(value, known[name])
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(f"{name}: {value!r}: {error}", field=name, value=value) from error
+    parameters: msgspec.Struct = msgspec.convert(dict(given), method.parameters)
+    return parameters

@@ -1,0 +1,1 @@
+"""Methods whose message is text."""

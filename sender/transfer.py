@@ -1,0 +1,168 @@
+"""Carrying an artifact to a receiver: Offer, the missing chunks with acknowledgements, Commit; again where it broke."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from dataclasses import dataclass
+
+import grpc
+import msgspec
+
+from kvferry.core import channel, container, rpc, wire
+from kvferry.core.addresses import Address
+from kvferry.core.compat import Verdict
+from kvferry.core.errors import DeadlineError, IntegrityError, KvferryError, RefusedError, TransferError
+from kvferry.core.ledger import SenderAccount, Traffic, to_json
+from kvferry.core.store import Stored
+from kvferry.proto.v1 import receiver_service_pb2 as pb
+from kvferry.proto.v1 import receiver_service_pb2_grpc as pb_grpc
+from kvferry.sender.reading import Progress
+
+ATTEMPTS = 4
+_FIRST_PAUSE_SECONDS = 0.2
+_SHOWN_REASONS = 3
+_CARRIED_REASONS = 12
+
+
+@dataclass
+class Delivery:
+    """What a transfer came to. ``traffic`` is None when the receiver had the artifact already."""
+
+    moved_bytes: int = 0
+    transfer_ms: float = 0.0
+    traffic: Traffic | None = None
+
+
+class Transfer:
+    """One artifact on its way to one receiver."""
+
+    def __init__(self, stored: Stored, account: SenderAccount, receiver: Address, rpc_seconds: float) -> None:
+        self._stored = stored
+        self._account = account
+        self._receiver = receiver
+        self._seconds = rpc_seconds
+        self.delivery = Delivery()
+
+    async def run(self) -> AsyncGenerator[Progress, None]:
+        """Deliver, yielding progress in bytes.
+
+        Raises:
+            RefusedError: when the receiver's verdict is against the artifact; no payload byte has moved then.
+            KvferryError: when the transfer still fails after several attempts.
+        """
+        async with channel.open_async(self._receiver) as peer:
+            stub = pb_grpc.ReceiverServiceStub(peer)
+            for attempt in range(1, ATTEMPTS + 1):
+                try:
+                    async for progress in self._attempt(stub):
+                        yield progress
+                    return
+                except KvferryError as error:
+                    if not error.retryable or attempt == ATTEMPTS:
+                        raise
+                    await asyncio.sleep(_FIRST_PAUSE_SECONDS * 2**attempt)
+
+    async def _attempt(self, stub: pb_grpc.ReceiverServiceAsyncStub) -> AsyncGenerator[Progress, None]:
+        start = time.perf_counter()
+        yield Progress("offer", 0, len(self._stored.encoded))
+        missing = await self._offer(stub)
+        if missing is None:
+            return
+        async with contextlib.aclosing(self._put(stub, missing)) as steps:
+            async for progress in steps:
+                yield progress
+        self.delivery.transfer_ms += (time.perf_counter() - start) * 1000
+        yield Progress("commit", 0, 1)
+        await self._commit(stub)
+        yield Progress("commit", 1, 1)
+
+    async def _offer(self, stub: pb_grpc.ReceiverServiceAsyncStub) -> list[tuple[int, int]] | None:
+        """Return the missing chunk ranges, or None when the artifact is already there."""
+        with rpc.translating(str(self._receiver), "Offer"):
+            response = await stub.Offer(pb.OfferRequest(manifest=self._stored.encoded), timeout=self._seconds)
+        if response.artifact_id != self._stored.artifact_id:
+            raise IntegrityError("manifest: the receiver read other bytes than were sent", field="manifest")
+        verdict = wire.verdict_from_message(response.verdict)
+        if not response.verdict.accepted:
+            raise refusal(verdict)
+        return None if response.committed else wire.ranges_from_message(response.missing)
+
+    async def _put(
+        self, stub: pb_grpc.ReceiverServiceAsyncStub, missing: list[tuple[int, int]]
+    ) -> AsyncGenerator[Progress, None]:
+        wanted = [index for start, end in missing for index in range(start, end)]
+        if not wanted:
+            return
+        payload = self._stored.manifest.payload
+        sizes = {index: container.chunk_range(payload, index) for index in wanted}
+        total = payload.length
+        done = total - sum(end - start for start, end in sizes.values())
+        yield Progress("transfer", done, total)
+        call = stub.Put(self._chunks(wanted))
+        pending = set(wanted)
+        try:
+            with rpc.translating(str(self._receiver), "Put"):
+                while True:
+                    response = await self._next_acknowledgement(call)
+                    if response is None:
+                        break
+                    if response.index not in pending:
+                        raise TransferError(f"chunk {response.index}: acknowledged without being sent")
+                    pending.discard(response.index)
+                    start, end = sizes[response.index]
+                    done += end - start
+                    self.delivery.moved_bytes += end - start
+                    yield Progress("transfer", done, total)
+        finally:
+            call.cancel()
+        if pending:
+            raise TransferError(
+                f"chunk {min(pending)}: not acknowledged, {len(pending)} in all",
+                chunk=min(pending),
+                missing=len(pending),
+            )
+
+    async def _next_acknowledgement(
+        self, call: grpc.aio.StreamStreamCall[pb.PutRequest, pb.PutResponse]
+    ) -> pb.PutResponse | None:
+        try:
+            async with asyncio.timeout(self._seconds):
+                response = await call.read()
+        except TimeoutError as error:
+            raise DeadlineError(f"{self._receiver}: no acknowledgement for {self._seconds:g} s") from error
+        return response if isinstance(response, pb.PutResponse) else None
+
+    async def _chunks(self, wanted: Iterable[int]) -> AsyncIterator[pb.PutRequest]:
+        for index in wanted:
+            data = await asyncio.to_thread(self._stored.read_chunk, index)
+            yield pb.PutRequest(artifact_id=self._stored.artifact_id, index=index, data=data)
+
+    async def _commit(self, stub: pb_grpc.ReceiverServiceAsyncStub) -> None:
+        account = msgspec.structs.replace(self._account, transfer_ms=self.delivery.transfer_ms)
+        # Verification reads the whole payload again, so the deadline grows with it.
+        deadline = self._seconds + self._stored.manifest.payload.length / 50e6
+        with rpc.translating(str(self._receiver), "Commit"):
+            response = await stub.Commit(
+                pb.CommitRequest(artifact_id=self._stored.artifact_id, account_json=to_json(account)), timeout=deadline
+            )
+        receipt = response.receipt
+        if receipt.payload_digest != self._stored.manifest.payload.digest:
+            raise IntegrityError("payload: the receipt names another digest", field="payload_digest")
+        self.delivery.traffic = Traffic(
+            len(self._stored.encoded),
+            self._stored.manifest.payload.length,
+            receipt.received_bytes,
+            receipt.control_bytes,
+        )
+
+
+def refusal(verdict: Verdict) -> RefusedError:
+    """Return the error for a verdict: the first reasons in the message, more of them in the fields."""
+    shown = "; ".join(str(reason) for reason in verdict.reasons[:_SHOWN_REASONS])
+    more = len(verdict.reasons) - _SHOWN_REASONS
+    tail = f"; and {more} more" if more > 0 else ""
+    carried = msgspec.json.encode(verdict.reasons[:_CARRIED_REASONS]).decode()
+    return RefusedError(f"refused: {shown}{tail}", verdict_json=carried, reasons=len(verdict.reasons))

@@ -1,0 +1,281 @@
+"""Artifacts to test with, small and whole: manifest, contents and payload bytes that belong together.
+
+==============  ======================================================================================================
+kv_example      factory: two layers, the first contiguous, the second with explicit positions (an evicted cache)
+text_example    factory: system prompt and document as raw sections
+zstd_example    factory: the same with the document compressed
+describe        rebuild an example around other contents, every size and digest recomputed
+full_manifest   a KV manifest in which every field that may be nil is set somewhere; it describes no payload
+profile_of      factory: the receiver that a KV manifest came from
+==============  ======================================================================================================
+
+Factories are shared by all tests of a run, so they suit property tests; what they return is frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from blake3 import blake3
+
+from kvferry.core import container
+from kvferry.core.compat import LayerGeometry, Profile
+from kvferry.core.container import Content
+from kvferry.core.manifest import (
+    Document,
+    Encoding,
+    LayerLayout,
+    Manifest,
+    Mapper,
+    Method,
+    Model,
+    Parity,
+    Payload,
+    Positions,
+    Prefix,
+    Prompt,
+    Quantization,
+    Rope,
+    Runtime,
+    Tokenizer,
+    encode,
+)
+
+CHUNK = 1024
+SYSTEM = b"Use only what the document says."
+TEXT = "The access code of the north warehouse is 4417. Tür und Tor, 門.\n".encode() * 40
+NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # numpy has no bfloat16: its bits stand as uint16
+NO_ENCODING = Encoding(None, None, None, None, None, None)
+
+
+@dataclass(frozen=True)
+class Example:
+    """An artifact: what its manifest says, and the bytes that it speaks of."""
+
+    manifest: Manifest
+    contents: tuple[Content, ...]
+
+    @property
+    def encoded(self) -> bytes:
+        return encode(self.manifest)
+
+    @property
+    def id(self) -> bytes:
+        return blake3(self.encoded).digest()
+
+    @property
+    def payload(self) -> bytes:
+        return b"".join(container.pieces(self.contents))
+
+    def chunks(self) -> list[bytes]:
+        size = self.manifest.payload.chunk_size
+        payload = self.payload
+        return [payload[at : at + size] for at in range(0, len(payload), size)]
+
+
+def named_digest(name: str) -> bytes:
+    return blake3(name.encode()).digest()
+
+
+def payload_of(data: bytes, chunk_size: int) -> Payload:
+    digests = [blake3(data[at : at + chunk_size]).digest() for at in range(0, len(data), chunk_size)]
+    return Payload(len(data), blake3(data).digest(), chunk_size, b"".join(digests))
+
+
+def described(manifest: Manifest, contents: tuple[Content, ...], chunk_size: int = CHUNK) -> Example:
+    """Return the example with these contents: sections, sizes and digests follow from them."""
+    sections = tuple(content.section for content in contents)
+    payload = payload_of(b"".join(container.pieces(contents)), chunk_size)
+    return Example(msgspec.structs.replace(manifest, sections=sections, payload=payload), contents)
+
+
+def tensor(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> bytes:
+    if dtype == "BF16":
+        return rng.integers(0, 2**16, shape, dtype=np.uint16).astype("<u2").tobytes()
+    return rng.standard_normal(shape).astype(NUMPY_DTYPES[dtype]).tobytes()
+
+
+def layer_contents(rng: np.random.Generator, index: int, layer: LayerLayout) -> list[Content]:
+    shape = (layer.kv_heads, layer.rows)
+    found = []
+    if layer.positions == "explicit":
+        rows = [np.sort(rng.choice(layer.offset, layer.rows, replace=False)) for _ in range(layer.kv_heads)]
+        positions = np.stack(rows).astype("<i4").tobytes()
+        found.append(container.raw_section(container.positions_name(index), "I32", shape, positions))
+    for name, dims in (
+        (container.keys_name(index), layer.key_dim),
+        (container.values_name(index), layer.value_dim),
+    ):
+        data = tensor(rng, layer.dtype, (*shape, dims))
+        found.append(container.raw_section(name, layer.dtype, (*shape, dims), data))
+    return found
+
+
+def kv_contents(layout: tuple[LayerLayout, ...], tokens: int) -> tuple[Content, ...]:
+    rng = np.random.default_rng(7)
+    ids = rng.integers(0, 2**32, tokens, dtype=np.uint32).astype("<u4").tobytes()
+    found = [container.raw_section(container.IDS, "U32", (tokens,), ids)]
+    for index, layer in enumerate(layout):
+        found += layer_contents(rng, index, layer)
+    return tuple(found)
+
+
+def kv_manifest(layout: tuple[LayerLayout, ...], tokens: int, ids: bytes) -> Manifest:
+    return Manifest(
+        version=1,
+        form="kv",
+        model=Model(
+            id="ferry/tiny",
+            revision="main",
+            type="llama",
+            weights=named_digest("weights"),
+            config=named_digest("config"),
+            quantization=Quantization(4, 64, "affine"),
+            adapter=None,
+        ),
+        tokenizer=Tokenizer(named_digest("vocab"), named_digest("template")),
+        document=Document(blake3(TEXT).digest(), len(TEXT), len(TEXT.decode())),
+        prompt=Prompt(1, blake3(SYSTEM).digest()),
+        prefix=Prefix(tokens, blake3(ids).digest()),
+        positions=Positions(
+            (
+                Rope("rope", 8, False, 10000.0, 1.0, None, 1.0),  # noqa: FBT003
+                Rope("rope", 8, False, None, 1.0, named_digest("freqs"), 1.0),  # noqa: FBT003
+            ),
+            2.5e-7,
+        ),
+        layout=layout,
+        method=Method("B4", "faithful", False, "inject", {"budget": 24, "window": 8}, None, ()),  # noqa: FBT003
+        mapper=None,
+        encoding=NO_ENCODING,
+        sections=(),
+        payload=Payload(1, named_digest("payload"), CHUNK, b""),
+        parity=Parity((1, 2), (5, 4, 3), (-0.5, -1.5, -2.25), 0.0),
+        runtime=Runtime("0.1.0", "0.32.4", "0.32.2", "cpu"),
+    )
+
+
+def text_manifest() -> Manifest:
+    return Manifest(
+        version=1,
+        form="text",
+        model=None,
+        tokenizer=None,
+        document=Document(blake3(TEXT).digest(), len(TEXT), len(TEXT.decode())),
+        prompt=Prompt(1, blake3(SYSTEM).digest()),
+        prefix=None,
+        positions=None,
+        layout=None,
+        method=Method("A0", "custom", False, "prefill_once", {}, None, ()),  # noqa: FBT003
+        mapper=None,
+        encoding=NO_ENCODING,
+        sections=(),
+        payload=Payload(1, named_digest("payload"), CHUNK, b""),
+        parity=None,
+        runtime=Runtime("0.1.0", "0.32.4", "0.32.2", "cpu"),
+    )
+
+
+@pytest.fixture(scope="session")
+def describe() -> Callable[..., Example]:
+    """Return ``described``."""
+    return described
+
+
+@pytest.fixture(scope="session")
+def kv_example() -> Callable[..., Example]:
+    """Return a factory: ``kv_example(dtype="F32", tokens=40, rows=24, chunk_size=1024)``; about 8 KB in 9 chunks."""
+
+    def build(dtype: Any = "F32", tokens: int = 40, rows: int = 24, chunk_size: int = CHUNK) -> Example:
+        layout = (
+            LayerLayout("KVCache", 2, 8, 8, dtype, tokens, tokens, "contiguous"),
+            LayerLayout("KVCache", 2, 8, 4, dtype, rows, tokens, "explicit"),
+        )
+        contents = kv_contents(layout, tokens)
+        return described(kv_manifest(layout, tokens, bytes(contents[0].data)), contents, chunk_size)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def text_example() -> Callable[..., Example]:
+    """Return a factory: ``text_example(text=…, system=…, chunk_size=1024)``; about 3 KB."""
+
+    def build(text: bytes = TEXT, system: bytes = SYSTEM, chunk_size: int = CHUNK) -> Example:
+        contents = (
+            container.raw_section(container.SYSTEM, "U8", (len(system),), system),
+            container.raw_section(container.TEXT, "U8", (len(text),), text),
+        )
+        document = Document(blake3(text).digest(), len(text), len(text.decode()))
+        return described(msgspec.structs.replace(text_manifest(), document=document), contents, chunk_size)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def zstd_example() -> Callable[..., Example]:
+    """Return a factory: ``zstd_example(text=…, level=3)``."""
+
+    def build(text: bytes = TEXT, level: int = 3) -> Example:
+        contents = (
+            container.raw_section(container.SYSTEM, "U8", (len(SYSTEM),), SYSTEM),
+            container.zstd_section(container.TEXT, text, level),
+        )
+        manifest = msgspec.structs.replace(
+            text_manifest(),
+            document=Document(blake3(text).digest(), len(text), len(text.decode())),
+            encoding=msgspec.structs.replace(NO_ENCODING, zstd=level),
+        )
+        return described(manifest, contents)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def full_manifest(kv_example: Callable[..., Example], zstd_example: Callable[..., Example]) -> Manifest:
+    """Return a manifest that sets every field that may be nil; one compressed section stands among the tensors."""
+    manifest = kv_example().manifest
+    assert manifest.model is not None
+    return msgspec.structs.replace(
+        manifest,
+        model=msgspec.structs.replace(manifest.model, adapter=named_digest("adapter")),
+        method=msgspec.structs.replace(
+            manifest.method,
+            params={"budget": 24, "floor": 0.5, "name": "snap", "on": True, "share": None},
+            seed=11,
+            calibration=(named_digest("calibration"), named_digest("more calibration")),
+        ),
+        mapper=Mapper(named_digest("map"), named_digest("source"), named_digest("target"), "L2"),
+        encoding=Encoding(8, 4, 64, 32, "range", 3),
+        sections=(*manifest.sections, zstd_example().manifest.sections[1]),
+    )
+
+
+@pytest.fixture(scope="session")
+def profile_of() -> Callable[[Manifest], Profile]:
+    """Return a factory of the receiver that runs exactly what a KV manifest asks for."""
+
+    def build(manifest: Manifest) -> Profile:
+        assert manifest.model is not None
+        assert manifest.tokenizer is not None
+        assert manifest.positions is not None
+        return Profile(
+            model=manifest.model,
+            tokenizer=manifest.tokenizer,
+            prompt_version=manifest.prompt.version,
+            rope=manifest.positions.rope,
+            layers=tuple(
+                LayerGeometry(layer.cache_class, layer.kv_heads, layer.key_dim, layer.value_dim, layer.dtype)
+                for layer in manifest.layout or ()
+            ),
+            probe_error=manifest.positions.probe_error,
+            context_length=4096,
+            max_payload_bytes=2**30,
+        )
+
+    return build

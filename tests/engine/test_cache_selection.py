@@ -1,0 +1,197 @@
+"""Removed rows: a cache without them is the full cache with them masked out, at true positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from kvferry.core.errors import InvalidRequestError
+from kvferry.engine.cache import BranchCache, PrefixCache, PrefixLayer
+from kvferry.engine.generate import forward
+from kvferry.engine.prefill import prefill
+
+TOKENS = 48
+TOLERANCE = 1e-5
+VOCABULARY = 380
+CASES = {
+    "llama-9-3": ("llama", 9, 3),
+    "qwen2-14-2": ("qwen2", 14, 2),
+    "qwen3-4-1": ("qwen3", 4, 1),
+}
+LAYERS = 3
+Kept = list[np.ndarray[Any, Any]]
+
+
+class Case:
+    """A model, a prefix that it has read, and two sets of fresh tokens."""
+
+    def __init__(self, model: Any, kv_heads: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.model = model
+        self.kv_heads = kv_heads
+        self.rng = rng
+        self.ids = [int(token) for token in rng.integers(0, VOCABULARY, TOKENS)]
+        self.prefix: PrefixCache = drain(prefill(model, self.ids, 20))
+
+    def question(self, count: int) -> list[int]:
+        return [int(token) for token in self.rng.integers(0, VOCABULARY, count)]
+
+    def random_rows(self, counts: Sequence[int]) -> Kept:
+        """Draw sorted positions, other ones for every layer and KV head."""
+        return [
+            np.stack([np.sort(self.rng.permutation(TOKENS)[:count]) for _ in range(self.kv_heads)]) for count in counts
+        ]
+
+
+def drain(generator: Generator[Any, None, Any]) -> Any:
+    while True:
+        try:
+            next(generator)
+        except StopIteration as end:
+            return end.value
+
+
+@pytest.fixture(params=sorted(CASES))
+def case(request: pytest.FixtureRequest, random_model: Callable[..., Any]) -> Case:
+    model_type, heads, kv_heads = CASES[request.param]
+    config = {
+        "model_type": model_type,
+        "hidden_size": heads * 16,
+        "intermediate_size": 64,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    }
+    return Case(random_model(config, seed=7), kv_heads, seed=11)
+
+
+def oracle(case: Case, question: Sequence[int], kept: Kept) -> np.ndarray[Any, Any]:
+    """Run the model's own layers on mlx-lm's full cache, with a mask for every layer and query head.
+
+    MLX takes per-head masks over *query* heads: [1, H, N, T + N].
+    """
+    inner = case.model.model
+    cache = make_prompt_cache(case.model)
+    case.model(mx.array([case.ids]), cache=cache)
+    fresh = len(question)
+    hidden = inner.embed_tokens(mx.array([list(question)]))
+    for layer, layer_cache, rows in zip(inner.layers, cache, kept, strict=True):
+        heads = layer.self_attn.n_heads
+        visible = np.zeros((1, heads, fresh, TOKENS + fresh), dtype=bool)
+        for head in range(heads):
+            visible[0, head, :, rows[head * case.kv_heads // heads]] = True
+        visible[..., TOKENS:] = np.tril(np.ones((fresh, fresh), dtype=bool))
+        hidden = layer(hidden, mx.array(visible), layer_cache)
+    return np.array(inner.embed_tokens.as_linear(inner.norm(hidden))[0])
+
+
+def distance(logits: mx.array, expected: np.ndarray[Any, Any]) -> float:
+    return float(np.abs(np.array(logits) - expected).max() / np.abs(expected).max())
+
+
+def select(prefix: PrefixCache, kept: Kept) -> PrefixCache:
+    return prefix.select([mx.array(rows.astype(np.int32)) for rows in kept])
+
+
+@pytest.mark.parametrize("fresh", [1, 7])
+@pytest.mark.parametrize("counts", [(16, 16, 16), (40, 9, 23), (1, 47, 5), (48, 12, 48)])
+def test_selected_rows_equal_masked_rows(case: Case, counts: tuple[int, ...], fresh: int) -> None:
+    kept, question = case.random_rows(counts), case.question(fresh)
+    selected = select(case.prefix, kept)
+    assert [layer.rows for layer in selected.layers] == list(counts)
+    assert selected.offset == TOKENS
+    logits = forward(case.model, question, selected.branch(fresh))
+    assert distance(logits, oracle(case, question, kept)) <= TOLERANCE
+
+
+def test_the_oracle_tells_removed_rows_from_kept_ones(case: Case) -> None:
+    question = case.question(3)
+    everything = [np.tile(np.arange(TOKENS), (case.kv_heads, 1)) for _ in range(LAYERS)]
+    full = forward(case.model, question, case.prefix.branch(3))
+    assert distance(full, oracle(case, question, everything)) <= TOLERANCE
+    assert distance(full, oracle(case, question, case.random_rows((24, 24, 24)))) > 1e-2
+
+
+@pytest.mark.parametrize("fresh", [1, 7])
+def test_a_second_selection_on_top_of_the_first(case: Case, fresh: int) -> None:
+    first, question = case.random_rows((30, 20, 25)), case.question(fresh)
+    again = [np.stack([np.sort(case.rng.permutation(head)[:11]) for head in rows]) for rows in first]
+    logits = forward(case.model, question, select(select(case.prefix, first), again).branch(fresh))
+    assert distance(logits, oracle(case, question, again)) <= TOLERANCE
+
+
+def test_the_order_of_retained_rows_does_not_matter(case: Case) -> None:
+    kept, question = case.random_rows((16, 20, 9)), case.question(5)
+    layers = []
+    for layer in select(case.prefix, kept).layers:
+        order = mx.array(case.rng.permutation(layer.rows))
+        layers.append(
+            PrefixLayer(layer.keys[:, :, order], layer.values[:, :, order], mx.take(layer.positions, order, axis=1))
+        )
+    logits = forward(case.model, question, PrefixCache(tuple(layers), TOKENS).branch(5))
+    assert distance(logits, oracle(case, question, kept)) <= TOLERANCE
+
+
+def test_answering_goes_on_at_true_positions(case: Case) -> None:
+    kept, tokens = case.random_rows((16, 20, 9)), case.question(6)
+    branch = select(case.prefix, kept).branch(2)
+    steps = [forward(case.model, [token], branch)[0] for token in tokens]
+    assert distance(mx.stack(steps), oracle(case, tokens, kept)) <= TOLERANCE
+    assert {layer.offset for layer in branch} == {TOKENS + 6}
+
+
+class RowsForOffset(BranchCache):
+    """The classic mistake: the next position is the number of rows."""
+
+    @property
+    def offset(self) -> int:
+        return self.rows
+
+
+def padded_with_zeros(layer: PrefixLayer, offset: int) -> KVCache:
+    """The other one: mlx-lm's cache told the true offset, so that its buffer grows by zero rows."""
+    cache = KVCache()
+    cache.keys, cache.values, cache.offset = layer.keys, layer.values, offset
+    return cache
+
+
+@pytest.mark.parametrize("fresh", [1, 7])
+def test_known_wrong_caches_fail_the_oracle(case: Case, fresh: int) -> None:
+    kept, question = case.random_rows((16, 16, 16)), case.question(fresh)
+    selected, expected = select(case.prefix, kept), oracle(case, question, kept)
+    shifted: list[Any] = [RowsForOffset(layer, TOKENS, fresh) for layer in selected.layers]
+    padded: list[Any] = [padded_with_zeros(layer, TOKENS) for layer in selected.layers]
+    assert distance(forward(case.model, question, shifted), expected) > 1e-2
+    assert distance(forward(case.model, question, padded), expected) > 1e-2
+
+
+def test_selected_layers_hold_the_rows_of_their_positions(case: Case) -> None:
+    kept = case.random_rows((16, 5, 30))
+    for layer, full, rows in zip(select(case.prefix, kept).layers, case.prefix.layers, kept, strict=True):
+        for head in range(case.kv_heads):
+            assert np.array_equal(np.array(layer.keys)[0, head], np.array(full.keys)[0, head, rows[head]])
+            assert np.array_equal(np.array(layer.values)[0, head], np.array(full.values)[0, head, rows[head]])
+        assert layer.positions is not None
+        assert layer.positions.dtype == mx.int32
+        assert np.array_equal(np.array(layer.positions), rows)
+
+
+def test_selecting_for_the_wrong_number_of_layers_is_an_error(case: Case) -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        select(case.prefix, case.random_rows((4, 4)))
+
+
+def test_rows_without_positions_must_be_the_whole_prefix(case: Case) -> None:
+    with pytest.raises(InvalidRequestError, match=r"layers\[0\].rows: 48 without positions, but the prefix has 49"):
+        PrefixCache(case.prefix.layers, TOKENS + 1)
