@@ -51,7 +51,7 @@ def start(role: str, options: Mapping[str, str]) -> Daemon:
         options: command-line options by name, without dashes.
     """
     arguments = [item for name, value in options.items() for item in (f"--{name}", value)]
-    log = tempfile.TemporaryFile("w+", encoding="utf-8", prefix=f"kvferry-{role}-")
+    log = tempfile.TemporaryFile("w+", encoding="utf-8", prefix=f"kvferry-{role}-")  # noqa: SIM115  (lives as long as the daemon)
     process = subprocess.Popen(
         [sys.executable, "-m", "kvferry.cli", role, "--listen", "127.0.0.1:0", "--json", *arguments],
         stdin=subprocess.DEVNULL,

@@ -47,5 +47,7 @@ def parse(text: str, field: str, default_port: int | None = None) -> Address:
     elif ":" in host:
         raise ConfigError(f"{field}: {text!r}: write an IPv6 address as [address]:port", field=field, value=text)
     if not host or not (port.isascii() and port.isdigit()) or not 0 <= int(port) <= _MAX_PORT:
-        raise ConfigError(f"{field}: {text!r} is not host:port with a port from 0 to {_MAX_PORT}", field=field, value=text)
+        raise ConfigError(
+            f"{field}: {text!r} is not host:port with a port from 0 to {_MAX_PORT}", field=field, value=text
+        )
     return Address(host, int(port))

@@ -117,9 +117,10 @@ def _reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:
         yield from _context_reasons(manifest, receiver)
         yield from _rope_reasons(manifest, receiver)
         yield from _layout_reasons(manifest, receiver)
-        yield from _encoding_reasons(manifest)
     if manifest.mapper is not None:
         yield Reason(ReasonCode.NO_MAPPER, "mapper.digest", manifest.mapper.digest.hex(), "no mapper installed")
+    if manifest.form == "kv":
+        yield from _encoding_reasons(manifest)
     if manifest.payload.length > receiver.max_payload_bytes:
         yield Reason(
             ReasonCode.TOO_LARGE,
@@ -218,7 +219,7 @@ def _layer_reasons(path: str, artifact: LayerLayout, local: LayerGeometry) -> It
 
 
 def _row_reasons(manifest: Manifest) -> Iterator[Reason]:
-    """A layer with another offset than the prefix, or with contiguous rows that are not all of it, is no cache of it."""
+    """A layer with another offset than the prefix, or contiguous rows that are not all of it, is no cache of it."""
     tokens = manifest.prefix.tokens if manifest.prefix else 0
     for index, layer in enumerate(manifest.layout or ()):
         yield from _differs(ReasonCode.LAYOUT_MISMATCH, f"layout[{index}].offset", layer.offset, tokens)

@@ -115,6 +115,11 @@ def store_path(config: NodeConfig) -> Path:
     return Path(config.store).expanduser() if config.store else user_data_path("kvferry") / role
 
 
+def ledger_path(config: ReceiverConfig) -> Path:
+    """Return the file that takes one JSON line an answer."""
+    return Path(config.ledger).expanduser() if config.ledger else store_path(config) / "ledger.jsonl"
+
+
 def _read_file(path: Path, kind: type[NodeConfig]) -> dict[str, Any]:
     try:
         content = tomllib.loads(path.read_text("utf-8"))

@@ -226,7 +226,8 @@ def _check_section_sizes(sections: tuple[Section, ...]) -> None:
         size = math.prod(section.shape) * DTYPE_BYTES[section.dtype]
         if size != section.length:
             raise ManifestError(
-                f"sections.{section.name}.length: {section.length}, but {section.dtype} {list(section.shape)} takes {size}",
+                f"sections.{section.name}.length: {section.length}, "
+                f"but {section.dtype} {list(section.shape)} takes {size}",
                 field=f"sections.{section.name}.length",
                 value=section.length,
                 expected=size,

@@ -158,7 +158,8 @@ class Partial:
                 hasher.update(os.pread(self._payload, min(self.manifest.payload.chunk_size, end - at), at))
             if hasher.digest() != section.digest:
                 raise IntegrityError(
-                    f"section {section.name}: digest {hasher.digest().hex()[:16]}…, expected {section.digest.hex()[:16]}…",
+                    f"section {section.name}: digest {hasher.digest().hex()[:16]}…, "
+                    f"expected {section.digest.hex()[:16]}…",
                     field=section.name,
                     actual=hasher.digest().hex(),
                     expected=section.digest.hex(),

@@ -7,7 +7,7 @@ the other end rebuilds the same exception. An unknown code, or none, becomes the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any, NoReturn
 
 import grpc
@@ -58,7 +58,9 @@ def translating(peer: str, method: str) -> Iterator[None]:
 
 def from_rpc(error: grpc.RpcError, peer: str, method: str) -> KvferryError:
     """Rebuild the exception behind a failed call."""
-    code, details, metadata = error.code(), error.details() or "", error.trailing_metadata() or ()
+    code, details = error.code(), error.details() or ""
+    # grpc and grpc.aio give different sequence types, and the type stubs know neither well.
+    metadata: Iterable[tuple[str, str | bytes]] = tuple(error.trailing_metadata() or ())  # type: ignore[arg-type]
     packed = next((value for key, value in metadata if key == _METADATA_KEY), None)
     rebuilt = _unpack(packed, details) if isinstance(packed, bytes) else None
     if rebuilt is not None:

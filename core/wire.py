@@ -61,7 +61,7 @@ def verdict_to_message(verdict: Verdict) -> common_pb2.Verdict:
         accepted=verdict.accepted,
         reasons=[
             common_pb2.Reason(
-                code=common_pb2.ReasonCode.Value(f"REASON_CODE_{reason.code}"),
+                code=f"REASON_CODE_{reason.code}",
                 field=reason.field,
                 artifact_value=reason.artifact,
                 receiver_value=reason.receiver,

@@ -81,22 +81,24 @@ no_python() {
 has_compiler() { command -v g++ >/dev/null 2>&1; }
 has_openblas() { "$python" -c 'import ctypes; ctypes.CDLL("libopenblas.so.0")' >/dev/null 2>&1; }
 
-# Runs apt-get with the right to install, or fails.
+# Runs apt-get with the right to install, or fails. It is quiet unless something is wrong.
 apt_get() {
-    command -v apt-get >/dev/null 2>&1 || return 1
     if [ "$(id -u)" -eq 0 ]; then
-        DEBIAN_FRONTEND=noninteractive apt-get "$@"
+        DEBIAN_FRONTEND=noninteractive apt-get -qq -o Dpkg::Use-Pty=0 "$@"
     else
-        sudo -n env DEBIAN_FRONTEND=noninteractive apt-get "$@"
-    fi >&2 </dev/null
+        sudo -n env DEBIAN_FRONTEND=noninteractive apt-get -qq -o Dpkg::Use-Pty=0 "$@"
+    fi </dev/null
 }
 
 # Installs Debian packages if it may; the caller looks whether that helped.
 try_install() {
+    command -v apt-get >/dev/null 2>&1 || return 0
+    if [ "$(id -u)" -ne 0 ] && ! sudo -n true 2>/dev/null; then
+        return 0
+    fi
     say "installing system packages: $*"
-    apt_get -qq update || true # an old list may do
-    apt_get -qq install -y --no-install-recommends "$@" ||
-        say "could not install them here (this needs apt, and root or a password-free sudo)"
+    apt_get update || true # an old list may do
+    output=$(apt_get install -y --no-install-recommends "$@" 2>&1) || printf '%s\n' "$output" >&2
 }
 
 ensure_linux_packages() {

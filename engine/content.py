@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from kvferry.core.errors import ModelError
 
@@ -40,17 +40,25 @@ class ContentEncoder:
         Raises:
             ModelError: when a piece of the text can only be encoded as a control token.
         """
-        encoding = self._plain.encode(text, add_special_tokens=False)
-        ids = list(encoding.ids)
-        if self._forbidden.isdisjoint(ids):
-            return ids
-        return self._encode_around(text, ids, encoding.offsets)
+        ids: list[int] = []
+        # A list and no recursion: a document may hold any number of such strings.
+        pending = [text]
+        while pending:
+            piece = pending.pop()
+            encoding = self._plain.encode(piece, add_special_tokens=False)
+            cuts = self._cuts(piece, encoding)
+            if cuts:
+                pending.extend(piece[start:end] for start, end in reversed(list(pairwise([0, *cuts, len(piece)]))))
+            else:
+                ids.extend(encoding.ids)
+        return ids
 
-    def _encode_around(self, text: str, ids: list[int], offsets: Iterable[tuple[int, int]]) -> list[int]:
-        start, end = next(
-            span for token, span in zip(ids, offsets, strict=True) if token in self._forbidden and span[1] > span[0]
-        )
-        if end - start == 1:
-            raise ModelError(f"document: {text[start:end]!r} can only be encoded as a control token of this model")
-        middle = start + 1
-        return self.encode(text[:middle]) + self.encode(text[middle:])
+    def _cuts(self, piece: str, encoding: Encoding) -> list[int]:
+        cuts = []
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token not in self._forbidden:
+                continue
+            if end - start <= 1:
+                raise ModelError(f"document: {piece[start:end]!r} can only be encoded as a control token of this model")
+            cuts.append(start + 1)
+        return cuts

@@ -122,7 +122,7 @@ def _expected(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]
     permuted = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for layer in range(config["num_hidden_layers"]):
         for suffix, shape in _layer_shapes(config).items():
-            heads = permuted.get(suffix.partition(".")[0]) if True else None
+            heads = permuted.get(suffix.partition(".")[0]) if config["model_type"] == "llama" else None
             expected[f"blk.{layer}.{suffix}"] = (f"model.layers.{layer}.{LAYER_NAMES[suffix]}", shape, heads)
     return expected
 

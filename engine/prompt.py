@@ -46,7 +46,7 @@ class PromptBuilder:
         """Build from an mlx-lm tokenizer.
 
         Raises:
-            ModelError: when the model has no chat template, or one that reorders or drops what it is given.
+            ModelError: when the model has no chat template, or one that reorders, drops or changes what it is given.
         """
         if not tokenizer.has_chat_template:
             raise ModelError("chat template: the model has none; kvferry needs an instruction-tuned model")
@@ -82,7 +82,11 @@ def _render(tokenizer: Any) -> str:
         return _apply(tokenizer, with_system)
     except TemplateError:
         # Templates without a system role raise; the system prompt then opens the user's turn.
-        return _apply(tokenizer, [{"role": "user", "content": f"{_SYSTEM_MARK}\n\n{user}"}])
+        without_system = [{"role": "user", "content": f"{_SYSTEM_MARK}\n\n{user}"}]
+    try:
+        return _apply(tokenizer, without_system)
+    except TemplateError as error:
+        raise ModelError(f"chat template: it cannot be rendered: {error}") from error
 
 
 def _apply(tokenizer: Any, messages: list[dict[str, str]]) -> str:
@@ -102,4 +106,6 @@ def _split(rendered: str) -> _Frame:
     opening, rest = rendered.split(_SYSTEM_MARK)
     before_document, rest = rest.split(_DOCUMENT_MARK)
     before_question, closing = rest.split(_QUESTION_MARK)
+    if not before_document.endswith(_BEFORE_DOCUMENT) or before_question != _BEFORE_QUESTION:
+        raise ModelError("chat template: it changes the text of the user's turn")
     return _Frame(opening, before_document, before_question, closing)

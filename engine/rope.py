@@ -162,8 +162,10 @@ def _judge_layer(recorder: _Recorder | None, cache: Any) -> tuple[Rotation, floa
         return unknown, 0.0, f"rotary module {type(recorder.inner).__name__} is not one whose rotation is fixed"
     keys, _ = cache.keys_and_values()
     error = _relative_error(rotation, keys, [before for before, _ in recorder.calls])
-    if error > TOLERANCE.get(keys.dtype, 0.0):
-        return rotation, error, f"rotary probe error {error:.2g} above {TOLERANCE.get(keys.dtype, 0.0):.2g}"
+    tolerance = TOLERANCE.get(keys.dtype, 0.0)
+    # Not "error > tolerance": a model that computes NaN must fail as well.
+    if not error <= tolerance:
+        return rotation, error, f"rotary probe error {error:.2g} above {tolerance:.2g}"
     return rotation, error, ""
 
 

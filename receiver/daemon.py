@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from pathlib import Path
 
 import grpc
 
 from kvferry.core import logs, serving
-from kvferry.core.config import ReceiverConfig, store_path
+from kvferry.core.config import ReceiverConfig, ledger_path, store_path
 from kvferry.core.store import ArtifactStore
 from kvferry.engine import model_store
 from kvferry.engine.backend import runtime_versions
@@ -52,7 +51,7 @@ async def run(config: ReceiverConfig, *, announce_json: bool = False) -> None:
             intake=Intake(store, model.profile),
             answerer=Answerer(model, residency, versions),
             residency=residency,
-            ledger=LedgerFile(Path(config.ledger).expanduser() if config.ledger else root / "ledger.jsonl"),
+            ledger=LedgerFile(ledger_path(config)),
             worker=worker,
             versions=versions,
         )

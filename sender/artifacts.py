@@ -6,7 +6,7 @@ import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgpack
 import msgspec
@@ -18,12 +18,14 @@ from kvferry.core.ledger import SenderAccount
 from kvferry.core.manifest import (
     MANIFEST_VERSION,
     Manifest,
-    Method as MethodGroup,
     Payload,
     Positions,
     Prompt,
     Runtime,
     Section,
+)
+from kvferry.core.manifest import (
+    Method as MethodGroup,
 )
 from kvferry.core.store import ArtifactStore, Stored
 from kvferry.engine.model import LoadedModel
@@ -65,7 +67,8 @@ class ArtifactMaker:
         Raises:
             KvferryError: whatever the method, the model or the store refuses.
         """
-        memo = self._memo / self._request_key(method, reading, parameters).hex()
+        request = _Request(method, reading, parameters)
+        memo = self._memo / self._request_key(request).hex()
         found = self._find(memo)
         if found is not None:
             return found
@@ -74,7 +77,7 @@ class ArtifactMaker:
         method_ms = (time.perf_counter() - start) * 1000 - reading.prefill_ms
         yield Progress("encode", 0, 1)
         start = time.perf_counter()
-        stored = self._store_material(method, reading, parameters, material)
+        stored = self._store_material(request, material)
         encode_ms = (time.perf_counter() - start) * 1000
         account = SenderAccount(
             prefill_tokens=reading.prefill_tokens,
@@ -95,15 +98,15 @@ class ArtifactMaker:
         except (FileNotFoundError, NotFoundError):
             return None
 
-    def _request_key(self, method: Method[Any], reading: Reading, parameters: msgspec.Struct) -> bytes:
-        profile = self._model.profile
+    def _request_key(self, request: _Request) -> bytes:
+        profile, method, reading = self._model.profile, request.method, request.reading
         parts = [
             MANIFEST_VERSION,
             msgspec.to_builtins(reading.document, builtin_types=(bytes,)),
             reading.system,
             reading.question if method.info.aware else None,
             method.info.id,
-            msgspec.to_builtins(parameters),
+            msgspec.to_builtins(request.parameters),
             msgspec.to_builtins(profile.model, builtin_types=(bytes,)),
             msgspec.to_builtins(profile.tokenizer, builtin_types=(bytes,)),
             profile.prompt_version,
@@ -113,31 +116,26 @@ class ArtifactMaker:
         ]
         return digest(msgpack.packb(parts))
 
-    def _store_material(
-        self, method: Method[Any], reading: Reading, parameters: msgspec.Struct, material: Material
-    ) -> Stored:
+    def _store_material(self, request: _Request, material: Material) -> Stored:
+        reading = request.reading
         if isinstance(material, TextMaterial):
             contents = tuple(text_contents(material, reading.system))
+            kv_groups = {}
         else:
             contents = tuple(kv_contents(material.cache, reading.ids))
+            kv_groups = self._kv_groups(reading, material)
         sections = tuple(content.section for content in contents)
-        kv_groups = self._kv_groups(reading, material) if isinstance(material, KvMaterial) else {}
 
         def describe(payload: Payload) -> Manifest:
-            plain = self._text_manifest(method, reading, parameters, material, sections, payload)
+            plain = self._text_manifest(request, material, sections, payload)
             return msgspec.structs.replace(plain, **kv_groups)
 
         return self._store.create(contents, self._chunk_bytes, describe)
 
     def _text_manifest(
-        self,
-        method: Method[Any],
-        reading: Reading,
-        parameters: msgspec.Struct,
-        material: Material,
-        sections: tuple[Section, ...],
-        payload: Payload,
+        self, request: _Request, material: Material, sections: tuple[Section, ...], payload: Payload
     ) -> Manifest:
+        reading = request.reading
         return Manifest(
             version=MANIFEST_VERSION,
             form="text",
@@ -148,7 +146,7 @@ class ArtifactMaker:
             prefix=None,
             positions=None,
             layout=None,
-            method=_method_group(method, parameters, material),
+            method=_method_group(request, material),
             mapper=None,
             encoding=material.encoding
             if isinstance(material, KvMaterial)
@@ -177,17 +175,27 @@ class _Memo(msgspec.Struct, frozen=True):
     account: SenderAccount
 
 
-def _method_group(method: Method[Any], parameters: msgspec.Struct, material: Material) -> MethodGroup:
+@dataclass(frozen=True)
+class _Request:
+    method: Method[Any]
+    reading: Reading
+    parameters: msgspec.Struct
+
+
+def _consume(material: Material) -> Literal["inject", "prefill", "prefill_once"]:
     if isinstance(material, KvMaterial):
-        consume = "inject"
-    else:
-        consume = "prefill_once" if material.retain else "prefill"
+        return "inject"
+    return "prefill_once" if material.retain else "prefill"
+
+
+def _method_group(request: _Request, material: Material) -> MethodGroup:
+    info = request.method.info
     return MethodGroup(
-        id=method.info.id,
-        label=method.info.label,  # type: ignore[arg-type]  # the schema refuses any other word
-        aware=method.info.aware,
-        consume=consume,  # type: ignore[arg-type]
-        params=msgspec.to_builtins(parameters),
+        id=info.id,
+        label=info.label,  # type: ignore[arg-type]  # the schema refuses any other word
+        aware=info.aware,
+        consume=_consume(material),
+        params=msgspec.to_builtins(request.parameters),
         seed=None,
         calibration=(),
     )

@@ -27,6 +27,4 @@ def measure(model: LoadedModel, cache: PrefixCache, bound: float) -> Parity:
     count = min(TOP, log_probabilities.shape[0])
     plain = np.array(log_probabilities)
     order = np.argsort(-plain, kind="stable")[:count]
-    return Parity(
-        tuple(suffix), tuple(int(item) for item in order), tuple(float(item) for item in plain[order]), bound
-    )
+    return Parity(tuple(suffix), tuple(int(item) for item in order), tuple(float(item) for item in plain[order]), bound)

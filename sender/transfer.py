@@ -59,11 +59,12 @@ class Transfer:
                 try:
                     async for progress in self._attempt(stub):
                         yield progress
-                    return
                 except KvferryError as error:
                     if not error.retryable or attempt == ATTEMPTS:
                         raise
                     await asyncio.sleep(_FIRST_PAUSE_SECONDS * 2**attempt)
+                else:
+                    return
 
     async def _attempt(self, stub: pb_grpc.ReceiverServiceAsyncStub) -> AsyncGenerator[Progress, None]:
         start = time.perf_counter()

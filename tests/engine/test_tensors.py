@@ -55,7 +55,7 @@ def test_odd_bit_patterns_survive(name: str) -> None:
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_bit_of_a_random_tensor_survives(name: str) -> None:
-    dtype, word = DTYPES[name]
+    word = DTYPES[name][1]
     shape = (1, 3, 50, 16)
     rng = np.random.default_rng(3)
     words = rng.integers(0, 2 ** (8 * np.dtype(word).itemsize), shape, dtype=np.uint64).astype(word)

@@ -1,0 +1,103 @@
+"""Where a client's two daemons are, how long they may take, and the guards that both clients share."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+from kvferry.core import addresses
+from kvferry.core.addresses import RECEIVER_PORT, SENDER_PORT, Address
+from kvferry.core.errors import ConfigError, InvalidRequestError
+
+DEFAULT_SENDER = f"127.0.0.1:{SENDER_PORT}"
+DEFAULT_RECEIVER = f"127.0.0.1:{RECEIVER_PORT}"
+DEFAULT_TIMEOUT = 30.0
+# A receiver may read a long text before the first token, and says nothing while it does.
+DEFAULT_IDLE_TIMEOUT = 600.0
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Both daemons.
+
+    Attributes:
+        deliver_to: where the sender shall deliver; "" leaves that to its configuration, None is ``receiver``.
+        timeout: seconds for a call without a stream.
+        idle_timeout: seconds between two messages of a stream.
+    """
+
+    sender: Address
+    receiver: Address
+    deliver_to: str | None
+    timeout: float
+    idle_timeout: float
+
+    @classmethod
+    def parse(
+        cls, sender: str, receiver: str, deliver_to: str | None, timeout: float, idle_timeout: float
+    ) -> Peers:
+        """Check what a client was given.
+
+        Raises:
+            ConfigError: naming the argument and its value.
+        """
+        for field, seconds in {"timeout": timeout, "idle_timeout": idle_timeout}.items():
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise ConfigError(f"{field}: {seconds!r} seconds, must be above 0", field=field, value=seconds)
+        if deliver_to:
+            addresses.parse(deliver_to, "deliver_to", default_port=RECEIVER_PORT)
+        return cls(
+            addresses.parse(sender, "sender", default_port=SENDER_PORT),
+            addresses.parse(receiver, "receiver", default_port=RECEIVER_PORT),
+            deliver_to,
+            timeout,
+            idle_timeout,
+        )
+
+    @property
+    def delivery_address(self) -> str:
+        """What a send tells the sender.
+
+        Raises:
+            ConfigError: when the receiver's address would mean another machine to the sender.
+        """
+        if self.deliver_to is not None:
+            return self.deliver_to
+        if self.receiver.is_loopback and not self.sender.is_loopback:
+            raise ConfigError(
+                f"deliver_to: {self.receiver} is this machine, but the sender at {self.sender} would take it for its "
+                "own; give the receiver's address as the sender reaches it",
+                field="deliver_to",
+                receiver=str(self.receiver),
+                sender=str(self.sender),
+            )
+        return str(self.receiver)
+
+
+class Guard:
+    """Refuses the use of a client that is closed or was inherited by a forked process."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._closed = False
+
+    def close(self) -> None:
+        """Refuse everything from now on."""
+        self._closed = True
+
+    def check(self) -> None:
+        """Check before a call.
+
+        Raises:
+            InvalidRequestError: when the client must not be used.
+        """
+        if self._closed:
+            raise InvalidRequestError("client: is closed", field="client")
+        # gRPC's threads and sockets stay with the process that made them.
+        if os.getpid() != self._process:
+            raise InvalidRequestError(
+                f"client: belongs to process {self._process}, this is {os.getpid()}; after a fork, make a new client",
+                field="client",
+                process=self._process,
+            )

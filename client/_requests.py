@@ -1,0 +1,126 @@
+"""Building requests, for both clients. Everything that can be checked here is checked before it travels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+from kvferry.client._documents import Document
+from kvferry.core import digests, wire
+from kvferry.core.errors import InvalidRequestError, TooLargeError
+from kvferry.core.limits import MAX_QUESTION_BYTES, MIB
+from kvferry.core.manifest import Scalar
+from kvferry.proto.v1 import receiver_service_pb2, sender_service_pb2
+
+_TEXT_BYTES = MIB
+_UINT32 = 2**32
+_UINT64 = 2**64
+
+
+def send_start(
+    document: Document,
+    *,
+    method: str,
+    receiver: str,
+    question: str | None,
+    system: str | None,
+    parameters: Mapping[str, Scalar],
+) -> sender_service_pb2.SendStart:
+    """Return the first part of a send.
+
+    Raises:
+        InvalidRequestError: when a value cannot travel.
+        TooLargeError: when the question is over the limit.
+    """
+    if question is not None:
+        _check_question(question)
+    for field, value in {"method": method, "system": system, **parameters}.items():
+        if isinstance(value, str):
+            _check_text(value, field)
+    return sender_service_pb2.SendStart(
+        method=method,
+        parameters=wire.parameters_to_message(parameters),
+        receiver=receiver,
+        system=system,
+        question=question,
+        text_bytes=len(document.data),
+        text_digest=document.digest,
+    )
+
+
+def send_parts(start: sender_service_pb2.SendStart, document: Document) -> Iterator[sender_service_pb2.SendRequest]:
+    """Yield the messages of a send: its start, then the text in pieces of at most 1 MiB."""
+    yield sender_service_pb2.SendRequest(start=start)
+    view = memoryview(document.data)
+    for offset in range(0, len(view), _TEXT_BYTES):
+        yield sender_service_pb2.SendRequest(text=bytes(view[offset : offset + _TEXT_BYTES]))
+
+
+def ask(
+    question: str, *, max_tokens: int, temperature: float, top_p: float, seed: int
+) -> receiver_service_pb2.AskRequest:
+    """Return a question; the artifact is filled in by the caller.
+
+    Raises:
+        InvalidRequestError: naming the option, its value and what is allowed.
+        TooLargeError: when the question is over the limit.
+    """
+    _check_question(question)
+    _check_integer("max_tokens", max_tokens, 1, _UINT32)
+    _check_integer("seed", seed, 0, _UINT64)
+    _check_number("temperature", temperature, "a finite number of at least 0", above=temperature >= 0)
+    _check_number("top_p", top_p, "above 0, at most 1", above=0 < top_p <= 1)
+    return receiver_service_pb2.AskRequest(
+        question=question, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
+    )
+
+
+def fetch_spans(document_digest: str, spans: Iterable[tuple[int, int]]) -> sender_service_pb2.FetchSpansRequest:
+    """Return a look-up.
+
+    Raises:
+        InvalidRequestError: when the digest or a span is malformed.
+    """
+    request = sender_service_pb2.FetchSpansRequest(
+        document_digest=digests.from_hex(document_digest, "document_digest")
+    )
+    for start, end in spans:
+        _check_integer("spans", start, 0, _UINT64)
+        _check_integer("spans", end, start, _UINT64)
+        request.spans.add(start=start, end=end)
+    return request
+
+
+def _check_question(question: str) -> None:
+    if not question.strip():
+        raise InvalidRequestError("question: is empty", field="question")
+    _check_text(question, "question")
+    size = len(question.encode("utf-8"))
+    if size > MAX_QUESTION_BYTES:
+        raise TooLargeError(
+            f"question: {size} bytes, the limit is {MAX_QUESTION_BYTES}",
+            field="question",
+            value=size,
+            limit=MAX_QUESTION_BYTES,
+        )
+
+
+def _check_text(value: str, field: str) -> None:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{field}: the character at {error.start} is half of a surrogate pair", field=field, character=error.start
+        ) from error
+
+
+def _check_integer(field: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < high:
+        raise InvalidRequestError(
+            f"{field}: {value!r}, must be a whole number from {low} to {high - 1}", field=field, value=str(value)
+        )
+
+
+def _check_number(field: str, value: float, allowed: str, *, above: bool) -> None:
+    if not (above and math.isfinite(value)):
+        raise InvalidRequestError(f"{field}: {value!r}, must be {allowed}", field=field, value=value)
