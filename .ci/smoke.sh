@@ -1,7 +1,7 @@
 #!/bin/sh
 # Proves that what users get works: sdist -> wheel from that sdist -> fresh environment -> import everything, run the
-# command. A wheel made straight from the checkout would hide an incomplete sdist, so the sdist is unpacked elsewhere and
-# the wheel is built there.
+# command. A wheel made straight from the checkout would hide an incomplete sdist, so the sdist is unpacked elsewhere
+# and the wheel is built there.
 set -eu
 
 cd "$(dirname "$0")/.."

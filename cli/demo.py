@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvferry.client import Client
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-MAX_ANSWER_TOKENS = 24
+MAX_ANSWER_TOKENS = 32
 REFERENCE = "A1"
 # These promise the answers of the full context, token for token; the demo fails when one breaks that promise.
 EXACT = ("A7", "B0", "B1")

@@ -1,8 +1,5 @@
 """``kvferry models``: list, add, find and remove the models of the catalogue."""
 
-# Heavy parts are imported only when their command runs.
-# ruff: noqa: PLC0415
-
 from __future__ import annotations
 
 import contextlib

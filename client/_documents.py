@@ -10,7 +10,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, AnyStr, TypeAlias
+from typing import IO, Any, TypeAlias
 
 from kvferry.core.digests import digest
 from kvferry.core.errors import InvalidRequestError, TooLargeError
@@ -45,10 +45,10 @@ def read(source: DocumentSource | None, text: str | None) -> Document:
             UTF-8, or a str looks like the name of a file that is not there.
         TooLargeError: when the document is over the limit.
     """
-    if (source is None) == (text is None):
-        raise InvalidRequestError("document: give either the document or text=, and not both", field="document")
-    if text is not None:
+    if text is not None and source is None:
         return _from_text(text)
+    if text is not None or source is None:
+        raise InvalidRequestError("document: give either the document or text=, and not both", field="document")
     if isinstance(source, str):
         return _from_file(Path(source)) if _names_a_file(source) else _from_text(source)
     if isinstance(source, bytes):
@@ -147,13 +147,15 @@ def _from_open_file(file: IO[str] | IO[bytes]) -> Document:
     return _from_text(content)
 
 
-def _read_to_end(file: IO[AnyStr]) -> AnyStr:
+def _read_to_end(file: IO[str] | IO[bytes]) -> str | bytes:
     # An unbuffered pipe hands out what it has, so one read is not the whole.
-    content = part = file.read(MAX_DOCUMENT_BYTES + 1)
-    while part and len(content) <= MAX_DOCUMENT_BYTES:
-        part = file.read(MAX_DOCUMENT_BYTES + 1)
-        content += part
-    return content
+    parts: list[Any] = [file.read(MAX_DOCUMENT_BYTES + 1)]
+    size = len(parts[0])
+    while parts[-1] and size <= MAX_DOCUMENT_BYTES:
+        parts.append(file.read(MAX_DOCUMENT_BYTES + 1))
+        size += len(parts[-1])
+    whole: str | bytes = type(parts[0])().join(parts)
+    return whole
 
 
 def _checked(data: bytes, characters: int, name: str) -> Document:

@@ -34,9 +34,7 @@ class Peers:
     idle_timeout: float
 
     @classmethod
-    def parse(
-        cls, sender: str, receiver: str, deliver_to: str | None, timeout: float, idle_timeout: float
-    ) -> Peers:
+    def parse(cls, sender: str, receiver: str, deliver_to: str | None, timeout: float, idle_timeout: float) -> Peers:
         """Check what a client was given.
 
         Raises:
@@ -101,3 +99,15 @@ class Guard:
                 field="client",
                 process=self._process,
             )
+
+
+def check_concurrency(concurrency: int) -> None:
+    """Check how many questions may be in flight.
+
+    Raises:
+        InvalidRequestError: when it is below 1.
+    """
+    if concurrency < 1:
+        raise InvalidRequestError(
+            f"concurrency: {concurrency}, must be at least 1", field="concurrency", value=concurrency
+        )

@@ -68,8 +68,8 @@ def ask(
     _check_question(question)
     _check_integer("max_tokens", max_tokens, 1, _UINT32)
     _check_integer("seed", seed, 0, _UINT64)
-    _check_number("temperature", temperature, "a finite number of at least 0", above=temperature >= 0)
-    _check_number("top_p", top_p, "above 0, at most 1", above=0 < top_p <= 1)
+    _check_number("temperature", temperature, "a finite number of at least 0", fits=temperature >= 0)
+    _check_number("top_p", top_p, "above 0, at most 1", fits=0 < top_p <= 1)
     return receiver_service_pb2.AskRequest(
         question=question, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
@@ -81,9 +81,7 @@ def fetch_spans(document_digest: str, spans: Iterable[tuple[int, int]]) -> sende
     Raises:
         InvalidRequestError: when the digest or a span is malformed.
     """
-    request = sender_service_pb2.FetchSpansRequest(
-        document_digest=digests.from_hex(document_digest, "document_digest")
-    )
+    request = sender_service_pb2.FetchSpansRequest(document_digest=digests.from_hex(document_digest, "document_digest"))
     for start, end in spans:
         _check_integer("spans", start, 0, _UINT64)
         _check_integer("spans", end, start, _UINT64)
@@ -121,6 +119,6 @@ def _check_integer(field: str, value: int, low: int, high: int) -> None:
         )
 
 
-def _check_number(field: str, value: float, allowed: str, *, above: bool) -> None:
-    if not (above and math.isfinite(value)):
+def _check_number(field: str, value: float, allowed: str, *, fits: bool) -> None:
+    if not (fits and math.isfinite(value)):
         raise InvalidRequestError(f"{field}: {value!r}, must be {allowed}", field=field, value=value)

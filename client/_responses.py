@@ -40,6 +40,14 @@ class AnswerReader:
             self._seen.append(token_id)
         return Piece(token_id, message.piece.text)
 
+    def check_complete(self) -> None:
+        """Check, at the end of the stream, that the terminal message has come.
+
+        Raises:
+            TransferError: when it has not.
+        """
+        _ = self.answer
+
     @property
     def answer(self) -> Answer:
         """The whole answer.
@@ -56,13 +64,12 @@ class AnswerReader:
         return self._answer
 
     def _finish(self, end: receiver_service_pb2.AnswerEnd) -> Answer:
+        count = len(end.token_ids)
         if list(end.token_ids) != self._seen:
             raise TransferError(
-                f"{self._peer}: the answer has {len(end.token_ids)} tokens, {len(self._seen)} others were streamed"
-                if len(end.token_ids) == len(self._seen)
-                else f"{self._peer}: the answer has {len(end.token_ids)} tokens, {len(self._seen)} were streamed",
+                f"{self._peer}: the answer's {count} tokens are not the {len(self._seen)} that were streamed",
                 peer=self._peer,
-                expected=len(end.token_ids),
+                expected=count,
                 value=len(self._seen),
             )
         try:

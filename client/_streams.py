@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
@@ -14,17 +15,42 @@ from kvferry.core import rpc
 from kvferry.core.errors import DeadlineError, KvferryError
 
 Message = TypeVar("Message")
-MessageOut = TypeVar("MessageOut", covariant=True)
+Message_co = TypeVar("Message_co", covariant=True)
 
 
-class Call(Protocol[MessageOut]):
+class Call(Protocol[Message_co]):
     """What is needed of a gRPC call that streams messages in."""
 
-    def __iter__(self) -> Iterator[MessageOut]:
+    def __iter__(self) -> Iterator[Message_co]:
         """Iterate over the messages."""
 
     def cancel(self) -> Any:
         """End the call."""
+
+
+class Cancellation:
+    """Ends a call from any thread, also one that has not begun."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._call: Call[Any] | None = None
+        self._requested = False
+
+    def attach(self, call: Call[Any]) -> None:
+        """Name the call."""
+        with self._lock:
+            self._call = call
+            requested = self._requested
+        if requested:
+            call.cancel()
+
+    def cancel(self) -> None:
+        """End the call."""
+        with self._lock:
+            self._requested = True
+            call = self._call
+        if call is not None:
+            call.cancel()
 
 
 class _SilenceWatch:
@@ -65,7 +91,11 @@ class _SilenceWatch:
 
 
 def read(
-    start: Callable[[], Call[Message]], peer: str, method: str, idle_timeout: float
+    start: Callable[[], Call[Message]],
+    peer: str,
+    method: str,
+    idle_timeout: float,
+    cancellation: Cancellation | None = None,
 ) -> Generator[Message, None, None]:
     """Start a call and yield its messages. Closing the generator cancels the call.
 
@@ -74,12 +104,15 @@ def read(
         peer: host:port, for errors.
         method: the call's name, for errors.
         idle_timeout: most seconds to wait for one message.
+        cancellation: what may end the call from elsewhere.
 
     Raises:
         DeadlineError: when nothing comes for too long.
         KvferryError: when the call fails.
     """
     call = start()
+    if cancellation is not None:
+        cancellation.attach(call)
     watch = _SilenceWatch(call, idle_timeout)
     messages = iter(call)
     try:
@@ -105,12 +138,13 @@ class AnswerStream:
     """An answer on its way: iterate over its pieces, then read ``answer``.
 
     The question is asked when the iteration begins. Use it as a context manager, or call ``close``, to stop the
-    receiver's work when you leave early. For one thread at a time.
+    receiver's work when you leave early. Only ``cancel`` may be called by another thread.
     """
 
-    def __init__(self, pieces: Generator[Piece, None, None], reader: AnswerReader) -> None:
+    def __init__(self, pieces: Generator[Piece, None, None], reader: AnswerReader, cancellation: Cancellation) -> None:
         self._pieces = pieces
         self._reader = reader
+        self._cancellation = cancellation
 
     def __iter__(self) -> Iterator[Piece]:
         return self
@@ -146,5 +180,29 @@ class AnswerStream:
         return self.answer
 
     def close(self) -> None:
-        """Cancel what is left. May be called twice."""
+        """Give up what is left. May be called twice."""
         self._pieces.close()
+
+    def cancel(self) -> None:
+        """Stop the answer; whoever iterates gets CancelledError."""
+        self._cancellation.cancel()
+
+
+def finish_all(streams: Sequence[AnswerStream], concurrency: int) -> list[Answer]:
+    """Return the answers of all streams, at most ``concurrency`` of them on their way at a time.
+
+    Raises:
+        KvferryError: the first failure; the other answers are given up.
+    """
+    with ThreadPoolExecutor(concurrency, thread_name_prefix="kvferry-ask") as pool:
+        futures = [pool.submit(stream.finish) for stream in streams]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+            for stream in streams:
+                stream.cancel()

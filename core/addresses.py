@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 
 from kvferry.core.errors import ConfigError
@@ -10,6 +11,11 @@ from kvferry.core.errors import ConfigError
 SENDER_PORT = 7411
 RECEIVER_PORT = 7412
 _MAX_PORT = 65_535
+_MAX_PORT_DIGITS = 5
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")
+_IPV6 = re.compile(r"[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9._-]{1,32})?")
+# gRPC takes the rest of an address that begins like this for the path of a socket.
+_SOCKET_SCHEMES = ("unix", "unix-abstract", "vsock", "external")
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,17 @@ def parse(text: str, field: str, default_port: int | None = None) -> Address:
         host = host[1:-1]
     elif ":" in host:
         raise ConfigError(f"{field}: {text!r}: write an IPv6 address as [address]:port", field=field, value=text)
-    if not host or not (port.isascii() and port.isdigit()) or not 0 <= int(port) <= _MAX_PORT:
+    digits = port.isascii() and port.isdigit() and len(port) <= _MAX_PORT_DIGITS
+    if not host or not digits or not 0 <= int(port) <= _MAX_PORT:
         raise ConfigError(
             f"{field}: {text!r} is not host:port with a port from 0 to {_MAX_PORT}", field=field, value=text
         )
+    if not _is_host(host):
+        raise ConfigError(f"{field}: {text!r}: {host!r} is no host name and no IP address", field=field, value=text)
     return Address(host, int(port))
+
+
+def _is_host(host: str) -> bool:
+    if ":" in host:
+        return _IPV6.fullmatch(host) is not None
+    return _NAME.fullmatch(host) is not None and host not in _SOCKET_SCHEMES

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import grpc
 
-from kvferry.core import addresses, limits
+from kvferry.core import addresses, bearer, limits, tls
+from kvferry.core.errors import ConfigError
+from kvferry.core.tls import PeerSecurity
 
 KEEPALIVE_MS = 30_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 _MIN_PING_INTERVAL_MS = 10_000
+HANDSHAKE_MS = 10_000
+IDLE_MS = 60_000
+MAX_CONNECTIONS = 2_000
+_MAX_STREAMS = 128
+_PLAINTEXT = PeerSecurity()
 
 Options = list[tuple[str, int]]
 
@@ -34,14 +41,59 @@ def server_options() -> Options:
         ("grpc.http2.max_ping_strikes", 0),
         # Two daemons must never share a port by accident.
         ("grpc.so_reuseport", 0),
+        # A stranger who says nothing would otherwise be waited for two minutes, in either stage of a connection's start.
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.http2.settings_timeout", HANDSHAKE_MS),
+        # Connections without a call are closed; our channels connect again by themselves when they need to.
+        ("grpc.max_connection_idle_ms", IDLE_MS),
+        # Below the limit of open files that a daemon sets itself, so that its store can always open one.
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        ("grpc.max_concurrent_streams", _MAX_STREAMS),
     ]
 
 
-def open_async(address: addresses.Address) -> grpc.aio.Channel:
-    """Return a channel for asyncio. It connects on first use."""
-    return grpc.aio.insecure_channel(str(address), options=channel_options())
+def open_async(address: addresses.Address, security: PeerSecurity = _PLAINTEXT) -> grpc.aio.Channel:
+    """Return a channel for asyncio. It connects on first use.
+
+    Raises:
+        ConfigError: when a file of ``security`` cannot be used, or the token would cross a network in the clear.
+    """
+    _check_token(address, security)
+    credentials = tls.channel_credentials(security)
+    opened = (
+        grpc.aio.secure_channel(_target(address), credentials, options=channel_options())
+        if credentials
+        else grpc.aio.insecure_channel(_target(address), options=channel_options())
+    )
+    return bearer.AsyncChannel(opened, security.token) if security.token else opened
 
 
-def open_blocking(address: addresses.Address) -> grpc.Channel:
-    """Return a channel for threads. It connects on first use."""
-    return grpc.insecure_channel(str(address), options=channel_options())
+def open_blocking(address: addresses.Address, security: PeerSecurity = _PLAINTEXT) -> grpc.Channel:
+    """Return a channel for threads. It connects on first use.
+
+    Raises:
+        ConfigError: when a file of ``security`` cannot be used, or the token would cross a network in the clear.
+    """
+    _check_token(address, security)
+    credentials = tls.channel_credentials(security)
+    opened = (
+        grpc.secure_channel(_target(address), credentials, options=channel_options())
+        if credentials
+        else grpc.insecure_channel(_target(address), options=channel_options())
+    )
+    return bearer.BlockingChannel(opened, security.token) if security.token else opened
+
+
+def _target(address: addresses.Address) -> str:
+    # With the scheme spelt out, gRPC never reads a host as a scheme of its own.
+    return f"dns:///{address}"
+
+
+def _check_token(address: addresses.Address, security: PeerSecurity) -> None:
+    if security.token and security.authority is None and not address.is_loopback and not security.insecure:
+        raise ConfigError(
+            f"token: would cross the network to {address} unencrypted; give the authority that signed its certificate, "
+            "or say insecure if that is what you want",
+            field="authority",
+            peer=str(address),
+        )

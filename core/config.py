@@ -32,6 +32,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         prefill_chunk: tokens a forward pass; both ends should agree.
         cache_bytes: memory for caches that are kept at hand.
         grace_seconds: how long calls may finish after SIGTERM.
+        metrics: host:port of the Prometheus page; "" is none, port 0 takes a free one.
     """
 
     model: str = "smollm2-135m-instruct"
@@ -43,6 +44,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     prefill_chunk: Positive = 512
     cache_bytes: Annotated[int, Meta(ge=0)] = 4 * limits.GIB
     grace_seconds: Annotated[float, Meta(ge=0)] = 5.0
+    metrics: str = ""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
 
@@ -106,6 +108,7 @@ def load(
     merged |= _converted(kind, given, "option")
     config = _converted_whole(kind, merged, str(path) if path else "configuration")
     _check_listen(config)
+    _check_metrics(config)
     return config
 
 
@@ -167,4 +170,14 @@ def _check_listen(config: NodeConfig) -> None:
             "set insecure = true (--insecure) if that is what you want",
             field="listen",
             value=config.listen,
+        )
+
+
+def _check_metrics(config: NodeConfig) -> None:
+    if config.metrics and not parse(config.metrics, "metrics").is_loopback and not config.insecure:
+        raise ConfigError(
+            f"metrics: {config.metrics} can be reached from other machines and the page is not encrypted; "
+            "set insecure = true (--insecure) if that is what you want",
+            field="metrics",
+            value=config.metrics,
         )

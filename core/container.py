@@ -152,7 +152,14 @@ def chunk_count(payload: Payload) -> int:
 
 
 def chunk_range(payload: Payload, index: int) -> tuple[int, int]:
-    """Return the half-open byte range of chunk ``index``."""
+    """Return the half-open byte range of chunk ``index``.
+
+    Raises:
+        ContainerError: when there is no such chunk.
+    """
+    count = chunk_count(payload)
+    if not 0 <= index < count:
+        raise ContainerError(f"chunk {index}: the payload has {count} chunks", field="index", value=index, limit=count)
     start = index * payload.chunk_size
     return start, min(start + payload.chunk_size, payload.length)
 
@@ -164,9 +171,6 @@ def check_chunk(payload: Payload, index: int, data: bytes | memoryview) -> None:
         ContainerError: when there is no such chunk or its length is wrong.
         IntegrityError: when its digest differs.
     """
-    count = chunk_count(payload)
-    if not 0 <= index < count:
-        raise ContainerError(f"chunk {index}: the payload has {count} chunks", field="index", value=index, limit=count)
     start, end = chunk_range(payload, index)
     if len(data) != end - start:
         raise ContainerError(

@@ -14,6 +14,9 @@
     ├── NotFoundError          no such artifact or document
     ├── TooLargeError          a size or count is over its limit
     │   └── ContextOverflowError
+    ├── AuthenticationError    a token is missing, unknown, revoked or expired
+    ├── QuotaError             a token's share of the store is used up
+    ├── BusyError              too many calls are running
     ├── CancelledError         the caller gave up
     └── PeerError              the other daemon failed
         ├── UnavailableError   it cannot be reached
@@ -138,6 +141,28 @@ class ContextOverflowError(TooLargeError):
 
     code = "CONTEXT_OVERFLOW"
     status = "INVALID_ARGUMENT"
+
+
+class AuthenticationError(KvferryError):
+    """Raised when a call shows no token, or one that the daemon does not take."""
+
+    code = "AUTHENTICATION"
+    status = "UNAUTHENTICATED"
+
+
+class QuotaError(KvferryError):
+    """Raised when a token's share of the store is used up. The fields give limit, what is used and what was asked."""
+
+    code = "QUOTA"
+    status = "RESOURCE_EXHAUSTED"
+
+
+class BusyError(KvferryError):
+    """Raised when as many calls are running as may. ``retry_after_ms`` in the fields says when to try again."""
+
+    code = "BUSY"
+    status = "RESOURCE_EXHAUSTED"
+    retryable = True
 
 
 class CancelledError(KvferryError):

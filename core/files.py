@@ -16,15 +16,20 @@ def fsync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write ``data`` aside, make it durable, and rename it onto ``path``.
+
+    Args:
+        path: the file.
+        data: its whole content.
+        mode: permissions, less the umask; secrets take 0o600 and are never readable by others, not even for a moment.
 
     Raises:
         OSError: when the disk refuses; ``path`` is then unchanged.
     """
     aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
-        with aside.open("xb") as file:
+        with open(aside, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:  # noqa: PTH123  (Path.open takes no opener)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

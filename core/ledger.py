@@ -91,7 +91,10 @@ class Rows(msgspec.Struct, frozen=True):
 
 
 class Ledger(msgspec.Struct, frozen=True):
-    """The account of one answer. ``ratio`` is dense bf16 bytes over wire bytes: how many times less crossed."""
+    """The account of one answer. ``ratio`` is dense bf16 bytes over wire bytes: how many times less crossed.
+
+    ``request_id`` is that of the question's call; the logs of the answer carry it.
+    """
 
     artifact_id: str
     method: str
@@ -115,6 +118,7 @@ class Ledger(msgspec.Struct, frozen=True):
     prompt_version: int
     system: str
     runtime: dict[str, str]
+    request_id: str = ""
 
 
 def to_json(record: Ledger | SenderAccount) -> str:

@@ -56,8 +56,11 @@ class Partial:
                 runs.append((index, index + 1))
         return runs
 
-    def put(self, index: int, data: bytes) -> None:
+    def put(self, index: int, data: bytes) -> bool:
         """Verify one chunk and write it.
+
+        Returns:
+            Whether it was missing until now.
 
         Raises:
             ContainerError: when there is no such chunk or its length is wrong.
@@ -73,7 +76,9 @@ class Partial:
                 os.pwrite(self._journal, _PRESENT, index)
             except OSError as error:
                 raise StoreError(f"chunk {index}: {error.strerror}", chunk=index) from error
+            missing = self._present[index] != _PRESENT[0]
             self._present[index] = _PRESENT[0]
+            return missing
 
     def count(self, received: int, control: int) -> None:
         """Charge chunk bytes and protocol bytes to this artifact.

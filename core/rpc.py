@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 import grpc
 import msgpack
 
-from kvferry.core import errors
+from kvferry.core import errors, reachability
 from kvferry.core.errors import FieldValue, KvferryError
 
 _METADATA_KEY = "kvferry-error-bin"
 # gRPC peers refuse headers above 8 KiB by default; long values are for the log, not for the wire.
-_MAX_MESSAGE = 1500
+_MAX_MESSAGE_BYTES = 3000
 _MAX_FIELD = 600
 _MAX_FIELDS_BYTES = 4096
 
@@ -27,7 +27,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KvferryError
     """End a call with ``error``."""
     await context.abort(
         grpc.StatusCode[error.status],
-        _shorten(error.message, _MAX_MESSAGE),
+        _fit_details(error.message),
         trailing_metadata=((_METADATA_KEY, _pack(error)),),
     )
     raise error
@@ -67,7 +67,9 @@ def from_rpc(error: grpc.RpcError, peer: str, method: str) -> KvferryError:
         return rebuilt
     where = {"peer": peer, "method": method}
     if code == grpc.StatusCode.UNAVAILABLE:
-        return errors.UnavailableError(f"{peer}: cannot be reached for {method} ({details})", **where)
+        advice = reachability.explain(details, peer)
+        text = f"{peer}: cannot be reached for {method} ({details})" + (f"; {advice}" if advice else "")
+        return errors.UnavailableError(text, **where)
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineError(f"{peer}: no answer to {method} in time", **where)
     if code == grpc.StatusCode.CANCELLED:
@@ -101,8 +103,20 @@ def _unpack(packed: bytes, details: str) -> KvferryError | None:
     fields = {
         str(name): value for name, value in plain["fields"].items() if isinstance(value, str | int | float | None)
     }
-    fields.pop("message", None)
+    for name in ("self", "message"):
+        fields.pop(name, None)
     return cls(details, **fields)
+
+
+def _fit_details(text: str) -> str:
+    """Cut a status line to its limit, counted as it travels: every byte that is not plain ASCII takes three."""
+    used = 0
+    for index, character in enumerate(text):
+        plain = " " <= character <= "~" and character != "%"
+        used += 1 if plain else 3 * len(character.encode("utf-8", "replace"))
+        if used > _MAX_MESSAGE_BYTES:
+            return text[:index] + "…"
+    return text
 
 
 def _shorten(text: str, limit: int) -> str:

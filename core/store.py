@@ -57,6 +57,7 @@ class Stored:
         """Return one payload chunk.
 
         Raises:
+            ContainerError: when there is no such chunk.
             StoreError: when the file is gone, cannot be read or is shorter than the manifest says.
         """
         start, end = container.chunk_range(self.manifest.payload, index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ class MethodInfo:
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What a daemon is and runs. Digests are hexadecimal."""
+    """What a daemon is and runs. Digests are hexadecimal; ``unix_time`` is its clock as it answered, 0 if unknown."""
 
     role: str
     kvferry_version: str
@@ -53,6 +54,7 @@ class NodeInfo:
     layers: int
     context_length: int
     dense_bytes_per_token: int
+    unix_time: float = 0.0
 
 
 def verdict_to_message(verdict: Verdict) -> common_pb2.Verdict:
@@ -106,6 +108,7 @@ def node_to_message(role: str, profile: Profile, versions: Mapping[str, str]) ->
             context_length=profile.context_length,
             dense_bytes_per_token=profile.dense_bytes_per_token,
         ),
+        unix_time=time.time(),
     )
 
 
@@ -127,6 +130,7 @@ def node_from_message(message: common_pb2.NodeDescription) -> NodeInfo:
         layers=model.layers,
         context_length=model.context_length,
         dense_bytes_per_token=model.dense_bytes_per_token,
+        unix_time=message.unix_time,
     )
 
 

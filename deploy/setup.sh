@@ -4,9 +4,9 @@
 #     sh deploy/setup.sh run    what `kvferry` needs
 #     sh deploy/setup.sh dev    the tools for tests and checks as well
 #
-# Safe to repeat, and quick when there is nothing to do. On Linux it also sees to two system packages: g++, because MLX's
-# CPU back end compiles at run time, and OpenBLAS, because MLX is many times slower without it. As root or with a
-# password-free sudo it installs them with apt; otherwise it says what to install. pip's own settings apply
+# Safe to repeat, and quick when there is nothing to do. On Linux it also sees to two system packages: g++, because
+# MLX's CPU back end compiles at run time, and OpenBLAS, because MLX is many times slower without it. As root or with
+# a password-free sudo it installs them with apt; otherwise it says what to install. pip's own settings apply
 # (PIP_INDEX_URL, pip.conf, ...). PYTHON=... chooses the interpreter.
 set -eu
 
@@ -26,10 +26,16 @@ die() {
 why_not() {
     "$1" - 2>/dev/null <<'PY' || echo "does not run"
 import platform, sys
+libc, libc_version = platform.libc_ver()
+glibc = tuple(map(int, libc_version.split(".")[:2])) if libc == "glibc" else ()
 if sys.version_info < (3, 11):
     print("is Python %d.%d" % sys.version_info[:2])
 elif sys.platform == "darwin" and platform.machine() != "arm64":
     print("is built for %s, and MLX needs Apple silicon (arm64)" % platform.machine())
+elif sys.platform == "darwin" and int(platform.mac_ver()[0].split(".")[0]) < 14:
+    print("runs on macOS %s, and MLX needs macOS 14 or later" % platform.mac_ver()[0])
+elif sys.platform == "linux" and glibc and glibc < (2, 35):
+    print("runs on glibc %d.%d, and MLX needs glibc 2.35 or later" % glibc)
 else:
     try:
         import ensurepip, venv
@@ -56,8 +62,13 @@ candidates() {
 find_python() {
     python='' rejected=''
     for candidate in $(candidates); do
-        command -v "$candidate" >/dev/null 2>&1 || continue
-        reason=$(why_not "$candidate")
+        if command -v "$candidate" >/dev/null 2>&1; then
+            reason=$(why_not "$candidate")
+        elif [ -n "${PYTHON:-}" ]; then
+            reason="is not there"
+        else
+            continue
+        fi
         if [ -z "$reason" ]; then
             python=$(command -v "$candidate")
             return
@@ -72,8 +83,8 @@ no_python() {
         Darwin) hint="Install one with 'brew install python@3.13' or from python.org." ;;
         *) hint="On Debian or Ubuntu: apt-get install python3 python3-venv" ;;
     esac
-    die "kvferry needs Python 3.11 or later with its venv module. ${rejected:+Tried:$rejected
-}$hint"
+    die "kvferry needs Python 3.11 or later with its venv module.${rejected:+ Tried:$rejected}
+$hint"
 }
 
 # --- System packages (Linux) ------------------------------------------------------------------------------------------
@@ -126,7 +137,8 @@ is_ready() {
 }
 
 install() {
-    if ! [ -f .venv/.made-in ] || [ "$(cat .venv/.made-in)" != "$PWD" ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    made_in=$(cat .venv/.made-in 2>/dev/null || true)
+    if [ "$made_in" != "$PWD" ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
         say "making .venv with $python ($("$python" -c 'import platform; print(platform.python_version())'))"
         rm -rf .venv
         "$python" -m venv .venv

@@ -72,14 +72,17 @@ class PrefixCache:
         """Keep only some rows.
 
         Args:
-            positions: for each layer int32 [Hk, R'], ascending: true positions, each held by this cache.
+            positions: for each layer int32 [Hk, R'], strictly ascending: true positions, each held by this cache.
 
         Returns:
             A new cache with the same logical length.
+
+        Raises:
+            InvalidRequestError: when positions are of another shape, not ascending, or not held.
         """
+        pairs = enumerate(zip(self.layers, positions, strict=True))
         return PrefixCache(
-            tuple(_select_rows(layer, wanted) for layer, wanted in zip(self.layers, positions, strict=True)),
-            self.offset,
+            tuple(_select_rows(layer, wanted, f"positions[{index}]") for index, (layer, wanted) in pairs), self.offset
         )
 
     def branch(self, fresh_tokens: int) -> list[BranchCache]:
@@ -91,12 +94,20 @@ class PrefixCache:
         return [BranchCache(layer, self.offset, fresh_tokens) for layer in self.layers]
 
 
-def _select_rows(layer: PrefixLayer, wanted: mx.array) -> PrefixLayer:
+def _select_rows(layer: PrefixLayer, wanted: mx.array, field: str) -> PrefixLayer:
+    heads = int(layer.keys.shape[1])
+    if tuple(wanted.shape[:-1]) != (heads,):
+        raise InvalidRequestError(f"{field}: shape {wanted.shape}, expected ({heads}, rows)", field=field)
     if layer.positions is None:
-        rows = wanted
+        rows, held = wanted, (wanted >= 0) & (wanted < layer.rows)
     else:
         matches = layer.positions[:, None, :] == wanted[:, :, None]
-        rows = mx.argmax(matches, axis=-1)
+        rows, held = mx.argmax(matches, axis=-1), mx.any(matches, axis=-1)
+    # Without these two, MLX would gather some other row and say nothing, or count one twice.
+    if not mx.all(held).item():
+        raise InvalidRequestError(f"{field}: names a row that the cache does not hold", field=field)
+    if not mx.all(wanted[:, 1:] > wanted[:, :-1]).item():
+        raise InvalidRequestError(f"{field}: not strictly ascending", field=field)
     index = rows.astype(mx.int32)[None, :, :, None]
     return PrefixLayer(
         mx.contiguous(mx.take_along_axis(layer.keys, index, axis=2)),

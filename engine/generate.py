@@ -13,6 +13,7 @@ from kvferry.core.errors import InvalidRequestError
 from kvferry.engine.tensors import scalar
 
 FinishReason = Literal["stop", "length"]
+MIN_TEMPERATURE = 1e-6
 MAX_TEMPERATURE = 100.0
 MAX_SEED = 2**64 - 1
 
@@ -23,7 +24,7 @@ class Sampling:
 
     Attributes:
         max_tokens: most tokens to generate, at least 1.
-        temperature: 0 takes the most likely token.
+        temperature: 0, and anything below ``MIN_TEMPERATURE``, takes the most likely token.
         top_p: nucleus mass in (0, 1]; 1 keeps every token.
         seed: of this answer's own random stream, an unsigned 64-bit number.
     """
@@ -119,7 +120,8 @@ def generate(
 
 
 def _choose(logits: mx.array, sampling: Sampling, key: mx.array) -> mx.array:
-    if sampling.temperature == 0.0:
+    # A smaller one would take log-probabilities out of float32's range, and then every token is as likely.
+    if sampling.temperature < MIN_TEMPERATURE:
         return mx.argmax(logits, axis=-1)
     log_probabilities = logits.astype(mx.float32)
     log_probabilities = log_probabilities - mx.logsumexp(log_probabilities, keepdims=True)

@@ -30,7 +30,7 @@ PREFIX = "tokenizer.ggml"
 def _smollm_rules(tokenizer: Tokenizer) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Digits(individual_digits=False),
+            pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
         ]
     )

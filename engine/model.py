@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import traceback
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,18 @@ _DEFAULT_CONTEXT = 2048
 # No code: a checkpoint that needs its own Python files is refused by mlx-lm.
 _MODEL_FILES = ("*.json", "model*.safetensors", "tokenizer.model", "*.txt", "*.jinja")
 _SELF_TEST_IDS = (3, 1)
+# What mlx-lm and transformers raise for files that are missing, broken or contradictory.
+_LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    AssertionError,
+    ArithmeticError,
+)
+_REASON_CHARACTERS = 400
 
 
 @dataclass(frozen=True)
@@ -131,9 +143,9 @@ def load(
         model.set_dtype(mx.float32)
     model.eval()
     mx.eval(model.parameters())
-    tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+    tokenizer = _load_tokenizer(path, config)
     identity = Model(
-        id=source if not Path(source).exists() else path.name,
+        id=path.absolute().name if Path(source).expanduser().is_dir() else source,
         revision=revision,
         type=str(config.get("model_type", "unknown")),
         weights=fingerprint.weights_digest(path),
@@ -147,7 +159,7 @@ def load(
 
 def _locate(source: str, revision: str) -> Path:
     path = Path(source).expanduser()
-    if path.is_dir():
+    if source and path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(f"model: {source} has no config.json", model=source)
         return path
@@ -166,15 +178,28 @@ def _locate(source: str, revision: str) -> Path:
 def _load_weights(path: Path, source: str) -> tuple[Any, dict[str, Any]]:
     try:
         return load_model(path)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, json.JSONDecodeError) as error:
-        raise ModelError(f"model: {source} could not be loaded: {error}", model=source) from error
+    except _LOAD_ERRORS as error:
+        raise ModelError(f"model: {source} could not be loaded: {_reason(error)}", model=source) from error
 
 
 def _apply_adapter(model: Any, adapter: str) -> Any:
     try:
         return load_adapters(model, adapter)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"adapter: {adapter} could not be loaded: {error}", adapter=adapter) from error
+    except _LOAD_ERRORS as error:
+        raise ModelError(f"adapter: {adapter} could not be loaded: {_reason(error)}", adapter=adapter) from error
+
+
+def _load_tokenizer(path: Path, config: dict[str, Any]) -> Any:
+    try:
+        return load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+    except _LOAD_ERRORS as error:
+        raise ModelError(f"tokenizer: {path} could not be loaded: {_reason(error)}", path=str(path)) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return an error's type and text on one line. With hundreds of weights missing, mlx-lm names them all."""
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
+    return text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]} …"
 
 
 def _attach(model: Any, config: dict[str, Any], identity: Model, tokenizer: Any, max_payload_bytes: int) -> Profile:

@@ -13,11 +13,19 @@ class Residency:
     def __init__(self, budget: int) -> None:
         self._budget = budget
         self._held: OrderedDict[bytes, PrefixCache] = OrderedDict()
+        # A running sum: other threads may look at it while this one changes what is held.
+        self._nbytes = 0
+        self._evicted = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, counted from the arrays."""
-        return sum(cache.nbytes for cache in self._held.values())
+        """Bytes held, counted from the arrays. May be read from any thread."""
+        return self._nbytes
+
+    @property
+    def evicted(self) -> int:
+        """How many caches went for want of room. May be read from any thread."""
+        return self._evicted
 
     def get(self, key: bytes) -> PrefixCache | None:
         """Return a cache and mark it as used."""
@@ -28,13 +36,17 @@ class Residency:
 
     def put(self, key: bytes, cache: PrefixCache) -> None:
         """Keep a cache, if it fits the budget at all."""
-        self._held.pop(key, None)
+        self.drop(key)
         if cache.nbytes > self._budget:
             return
-        while self._held and self.nbytes + cache.nbytes > self._budget:
-            self._held.popitem(last=False)
+        while self._held and self._nbytes + cache.nbytes > self._budget:
+            self.drop(next(iter(self._held)))
+            self._evicted += 1
         self._held[key] = cache
+        self._nbytes += cache.nbytes
 
     def drop(self, key: bytes) -> None:
         """Forget a cache."""
-        self._held.pop(key, None)
+        dropped = self._held.pop(key, None)
+        if dropped is not None:
+            self._nbytes -= dropped.nbytes

@@ -42,6 +42,7 @@ class Account:
 
     accepted_at: float
     preparation: Preparation
+    request_id: str = ""
     question_tokens: int = 0
     first_token_ms: float | None = None
 
@@ -149,6 +150,7 @@ class Answerer:
             prompt_version=manifest.prompt.version,
             system=manifest.prompt.system.hex(),
             runtime=self._versions,
+            request_id=account.request_id,
         )
 
 

@@ -9,6 +9,7 @@ import grpc
 
 from kvferry.core import logs, serving
 from kvferry.core.config import ReceiverConfig, ledger_path, store_path
+from kvferry.core.metrics import ReceiverMetrics
 from kvferry.core.store import ArtifactStore
 from kvferry.engine import model_store
 from kvferry.engine.backend import runtime_versions
@@ -44,16 +45,22 @@ async def run(config: ReceiverConfig, *, announce_json: bool = False) -> None:
         )
         versions = runtime_versions()
         residency = Residency(config.cache_bytes)
+        metrics = ReceiverMetrics(model.profile.model.id, versions)
+        metrics.watch_store(store)
+        metrics.watch_engine(
+            lambda: residency.nbytes, evicted=lambda: residency.evicted, queue_depth=lambda: worker.queue_depth
+        )
         parts = ReceiverParts(
             config=config,
             model=model,
             store=store,
-            intake=Intake(store, model.profile),
+            intake=Intake(store, model.profile, metrics),
             answerer=Answerer(model, residency, versions),
             residency=residency,
             ledger=LedgerFile(ledger_path(config)),
             worker=worker,
             versions=versions,
+            metrics=metrics,
         )
 
         def register(server: grpc.aio.Server) -> Iterable[str]:
@@ -62,7 +69,7 @@ async def run(config: ReceiverConfig, *, announce_json: bool = False) -> None:
 
         log = logs.logger("receiver")
         log.info("ready", model=model.profile.model.id, unsupported=model.profile.unsupported, **versions)
-        await serving.serve(config, register, announce_json=announce_json)
+        await serving.serve(config, register, metrics=metrics, announce_json=announce_json)
     finally:
         worker.close()
         store.close()

@@ -8,8 +8,9 @@ import msgspec
 
 from kvferry.core import container, manifest
 from kvferry.core.compat import Profile, Verdict, judge
-from kvferry.core.errors import InvalidRequestError, NotFoundError
+from kvferry.core.errors import ContainerError, InvalidRequestError, NotFoundError
 from kvferry.core.ledger import SenderAccount, account_from_json
+from kvferry.core.metrics import ReceiverMetrics
 from kvferry.core.store import ArtifactStore, Stored
 
 
@@ -26,9 +27,10 @@ class Judgement:
 class Intake:
     """The receiving side of a transfer. Blocking; call from threads."""
 
-    def __init__(self, store: ArtifactStore, profile: Profile) -> None:
+    def __init__(self, store: ArtifactStore, profile: Profile, metrics: ReceiverMetrics) -> None:
         self._store = store
         self._profile = profile
+        self._metrics = metrics
 
     def offer(self, encoded: bytes) -> Judgement:
         """Judge a manifest. Nothing is allocated for an artifact that is refused.
@@ -37,6 +39,11 @@ class Intake:
             ManifestError: when the manifest is malformed or contradicts itself.
             StoreError: when the store has no room.
         """
+        judgement = self._judge(encoded)
+        self._metrics.judged(judgement.verdict, committed=judgement.committed)
+        return judgement
+
+    def _judge(self, encoded: bytes) -> Judgement:
         decoded = manifest.decode(encoded)
         container.check_plan(decoded)
         artifact_id = manifest.artifact_id(encoded)
@@ -59,9 +66,17 @@ class Intake:
             NotFoundError: when the artifact was not offered.
             ContainerError: when the chunk is not one of the manifest's.
         """
-        partial = self._store.partial(artifact_id)
-        partial.count(len(data), control)
-        partial.put(index, data)
+        kind = "resent"
+        try:
+            partial = self._store.partial(artifact_id)
+            partial.count(len(data), control)
+            if partial.put(index, data):
+                kind = "payload"
+        except ContainerError:
+            self._metrics.damaged("chunk")
+            raise
+        finally:
+            self._metrics.received(kind, len(data))
 
     def commit(self, artifact_id: bytes, account_json: str, control: int) -> Stored:
         """Verify and publish; a second Commit finds the artifact published.
@@ -75,7 +90,13 @@ class Intake:
             return self._store.get(artifact_id)
         account = _parse_account(account_json)
         self.charge(artifact_id, 0, control)
-        return self._store.commit(artifact_id, account)
+        try:
+            stored = self._store.commit(artifact_id, account)
+        except ContainerError:
+            self._metrics.damaged("commit")
+            raise
+        self._metrics.committed(stored)
+        return stored
 
     def _is_committed(self, artifact_id: bytes) -> bool:
         try:

@@ -11,11 +11,12 @@ from weakref import WeakValueDictionary
 
 import grpc
 
-from kvferry.core import limits, rpc, wire
+from kvferry.core import limits, request_ids, rpc, wire
 from kvferry.core.config import ReceiverConfig
-from kvferry.core.errors import InvalidRequestError, TooLargeError, TransferError
+from kvferry.core.errors import ContainerError, InvalidRequestError, TooLargeError, TransferError
 from kvferry.core.ledger import to_json
 from kvferry.core.logs import logger
+from kvferry.core.metrics import ReceiverMetrics
 from kvferry.core.store import ArtifactStore, Stored
 from kvferry.engine.generate import Sampling
 from kvferry.engine.model import LoadedModel
@@ -43,6 +44,7 @@ class ReceiverParts:
     ledger: LedgerFile
     worker: Worker
     versions: dict[str, str]
+    metrics: ReceiverMetrics
 
 
 class ReceiverServicer(pb_grpc.ReceiverServiceServicer):
@@ -50,6 +52,7 @@ class ReceiverServicer(pb_grpc.ReceiverServiceServicer):
 
     def __init__(self, parts: ReceiverParts) -> None:
         self._parts = parts
+        self._metrics = parts.metrics
         self._log = logger("receiver")
         self._preparing: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
@@ -67,6 +70,8 @@ class ReceiverServicer(pb_grpc.ReceiverServiceServicer):
     ) -> pb.OfferResponse:
         """Judge a manifest."""
         async with rpc.reporting(context):
+            self._metrics.received("manifest", len(request.manifest))
+            self._metrics.received("control", request.ByteSize() - len(request.manifest))
             judgement = await asyncio.to_thread(self._parts.intake.offer, request.manifest)
             if not judgement.verdict.accepted:
                 self._log.warning(
@@ -78,6 +83,7 @@ class ReceiverServicer(pb_grpc.ReceiverServiceServicer):
                 missing=wire.ranges_to_message(judgement.missing),
                 committed=judgement.committed,
             )
+            self._metrics.sent("control", response.ByteSize())
             if judgement.verdict.accepted and not judgement.committed:
                 control = request.ByteSize() - len(request.manifest) + response.ByteSize()
                 await asyncio.to_thread(self._parts.intake.charge, judgement.artifact_id, 0, control)
@@ -96,8 +102,12 @@ class ReceiverServicer(pb_grpc.ReceiverServiceServicer):
                     return
                 artifact_id = wire.check_digest(request.artifact_id, "artifact_id")
                 response = pb.PutResponse(index=request.index)
-                control = request.ByteSize() - len(request.data) + response.ByteSize()
-                await asyncio.to_thread(self._parts.intake.put, artifact_id, request.index, request.data, control)
+                received, sent = request.ByteSize() - len(request.data), response.ByteSize()
+                self._metrics.received("control", received)
+                await asyncio.to_thread(
+                    self._parts.intake.put, artifact_id, request.index, request.data, received + sent
+                )
+                self._metrics.sent("control", sent)
                 yield response
 
     async def Commit(  # noqa: N802
@@ -105,12 +115,15 @@ class ReceiverServicer(pb_grpc.ReceiverServiceServicer):
     ) -> pb.CommitResponse:
         """Verify and publish an artifact."""
         async with rpc.reporting(context):
+            self._metrics.received("control", request.ByteSize())
             artifact_id = wire.check_digest(request.artifact_id, "artifact_id")
             stored = await asyncio.to_thread(
                 self._parts.intake.commit, artifact_id, request.account_json, request.ByteSize()
             )
             self._log.info("committed", artifact=artifact_id.hex(), method=stored.manifest.method.id)
-        return pb.CommitResponse(receipt=_receipt(stored))
+        response = pb.CommitResponse(receipt=_receipt(stored))
+        self._metrics.sent("control", response.ByteSize())
+        return response
 
     async def Ask(  # noqa: N802
         self, request: pb.AskRequest, context: grpc.aio.ServicerContext[pb.AskRequest, pb.AskResponse]
@@ -121,7 +134,7 @@ class ReceiverServicer(pb_grpc.ReceiverServiceServicer):
             sampling = self._check_question(request)
             artifact_id = wire.check_digest(request.artifact_id, "artifact_id")
             stored = await asyncio.to_thread(self._parts.store.get, artifact_id)
-            account = Account(accepted_at, await self._prepare(stored))
+            account = Account(accepted_at, await self._prepare(stored), request_ids.current())
             stream = self._parts.worker.stream(self._parts.answerer.answer(stored, request.question, sampling, account))
             try:
                 async for token in stream:
@@ -132,6 +145,7 @@ class ReceiverServicer(pb_grpc.ReceiverServiceServicer):
                 raise TransferError("answer: stopped before its end")
             answer, ledger = stream.result
             await asyncio.to_thread(self._parts.ledger.append, ledger)
+            self._metrics.answered(ledger)
             end = pb.AnswerEnd(
                 text=answer.text,
                 token_ids=answer.token_ids,
@@ -156,6 +170,7 @@ class ReceiverServicer(pb_grpc.ReceiverServiceServicer):
             artifact_id = wire.check_digest(request.artifact_id, "artifact_id")
             await asyncio.to_thread(self._parts.store.drop, artifact_id)
             await self._parts.worker.run(lambda: self._parts.residency.drop(artifact_id))
+            self._metrics.dropped()
             self._log.info("dropped", artifact=artifact_id.hex())
         return pb.DropResponse()
 
@@ -171,6 +186,9 @@ class ReceiverServicer(pb_grpc.ReceiverServiceServicer):
             try:
                 async for _ in stream:
                     pass
+            except ContainerError:
+                self._metrics.damaged("stored")
+                raise
             finally:
                 await stream.aclose()
         if stream.result is None:

@@ -95,7 +95,7 @@ class ArtifactMaker:
         try:
             entry = msgspec.json.decode(memo.read_bytes(), type=_Memo)
             return Artifact(self._store.get(bytes.fromhex(entry.artifact)), entry.account, reused=True)
-        except (FileNotFoundError, NotFoundError):
+        except (FileNotFoundError, NotFoundError, msgspec.MsgspecError, ValueError):
             return None
 
     def _request_key(self, request: _Request) -> bytes:

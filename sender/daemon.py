@@ -9,6 +9,7 @@ import grpc
 
 from kvferry.core import logs, serving
 from kvferry.core.config import SenderConfig, store_path
+from kvferry.core.metrics import SenderMetrics
 from kvferry.core.store import ArtifactStore
 from kvferry.engine import model_store
 from kvferry.engine.backend import runtime_versions
@@ -42,8 +43,14 @@ async def run(config: SenderConfig, *, announce_json: bool = False) -> None:
         )
         versions = runtime_versions()
         residency = Residency(config.cache_bytes)
+        metrics = SenderMetrics(model.profile.model.id, versions)
+        metrics.watch_store(store)
+        metrics.watch_engine(
+            lambda: residency.nbytes, evicted=lambda: residency.evicted, queue_depth=lambda: worker.queue_depth
+        )
         maker = ArtifactMaker(model, store, config.chunk_bytes, versions)
-        parts = SenderParts(config, model, maker, DocumentStore(root / "documents"), residency, worker, versions)
+        documents = DocumentStore(root / "documents")
+        parts = SenderParts(config, model, maker, documents, residency, worker, versions, metrics)
 
         def register(server: grpc.aio.Server) -> Iterable[str]:
             pb_grpc.add_SenderServiceServicer_to_server(SenderServicer(parts), server)
@@ -52,7 +59,7 @@ async def run(config: SenderConfig, *, announce_json: bool = False) -> None:
         logs.logger("sender").info(
             "ready", model=model.profile.model.id, unsupported=model.profile.unsupported, **versions
         )
-        await serving.serve(config, register, announce_json=announce_json)
+        await serving.serve(config, register, metrics=metrics, announce_json=announce_json)
     finally:
         worker.close()
         store.close()

@@ -15,6 +15,7 @@ from kvferry.core.digests import Hasher
 from kvferry.core.errors import InvalidRequestError, TooLargeError, TransferError
 from kvferry.core.ledger import to_json
 from kvferry.core.logs import logger
+from kvferry.core.metrics import SenderMetrics
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.prompt import DEFAULT_SYSTEM
 from kvferry.engine.residency import Residency
@@ -41,6 +42,7 @@ class SenderParts:
     residency: Residency
     worker: Worker
     versions: dict[str, str]
+    metrics: SenderMetrics
 
 
 class SenderServicer(pb_grpc.SenderServiceServicer):
@@ -83,6 +85,7 @@ class SenderServicer(pb_grpc.SenderServiceServicer):
             spans = [(span.start, span.end) for span in request.spans]
             document = wire.check_digest(request.document_digest, "document_digest")
             texts = await asyncio.to_thread(self._parts.documents.spans, document, spans)
+            self._parts.metrics.sent("lookups", sum(len(text.encode("utf-8")) for text in texts))
         return pb.FetchSpansResponse(texts=texts)
 
     async def _send(self, start: pb.SendStart, text: str) -> AsyncGenerator[pb.SendResponse, None]:
@@ -106,17 +109,21 @@ class SenderServicer(pb_grpc.SenderServiceServicer):
         artifact = stream.result
         if artifact is None:
             raise TransferError("send: stopped before the artifact was made")
-        transfer = Transfer(artifact.stored, artifact.account, receiver, parts.config.rpc_seconds)
+        if not artifact.reused:
+            parts.metrics.made(artifact.account)
+        transfer = Transfer(artifact.stored, artifact.account, receiver, parts.config.rpc_seconds, parts.metrics)
         async with contextlib.aclosing(transfer.run()) as steps:
             async for progress in steps:
                 yield _progress(progress)
+        delivery = transfer.delivery
+        parts.metrics.delivered(method.info.id, delivery.transfer_ms if delivery.traffic else None)
         self._log.info(
             "sent",
             artifact=artifact.stored.artifact_id.hex(),
             method=method.info.id,
             receiver=str(receiver),
             payload_bytes=artifact.stored.manifest.payload.length,
-            moved_bytes=transfer.delivery.moved_bytes,
+            moved_bytes=delivery.moved_bytes,
             reused=artifact.reused,
         )
         yield pb.SendResponse(end=_end(artifact, transfer, str(receiver)))

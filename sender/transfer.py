@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import grpc
 import msgspec
 
-from kvferry.core import channel, container, rpc, wire
+from kvferry.core import channel, container, request_ids, rpc, wire
 from kvferry.core.addresses import Address
 from kvferry.core.compat import Verdict
 from kvferry.core.errors import DeadlineError, IntegrityError, KvferryError, RefusedError, TransferError
 from kvferry.core.ledger import SenderAccount, Traffic, to_json
+from kvferry.core.metrics import SenderMetrics
 from kvferry.core.store import Stored
 from kvferry.proto.v1 import receiver_service_pb2 as pb
 from kvferry.proto.v1 import receiver_service_pb2_grpc as pb_grpc
@@ -39,11 +40,15 @@ class Delivery:
 class Transfer:
     """One artifact on its way to one receiver."""
 
-    def __init__(self, stored: Stored, account: SenderAccount, receiver: Address, rpc_seconds: float) -> None:
+    def __init__(
+        self, stored: Stored, account: SenderAccount, receiver: Address, rpc_seconds: float, metrics: SenderMetrics
+    ) -> None:
         self._stored = stored
         self._account = account
         self._receiver = receiver
         self._seconds = rpc_seconds
+        self._metrics = metrics
+        self._tried: set[int] = set()
         self.delivery = Delivery()
 
     async def run(self) -> AsyncGenerator[Progress, None]:
@@ -82,8 +87,12 @@ class Transfer:
 
     async def _offer(self, stub: pb_grpc.ReceiverServiceAsyncStub) -> list[tuple[int, int]] | None:
         """Return the missing chunk ranges, or None when the artifact is already there."""
+        request = pb.OfferRequest(manifest=self._stored.encoded)
+        self._metrics.sent("manifest", len(request.manifest))
+        self._metrics.sent("control", request.ByteSize() - len(request.manifest))
         with rpc.translating(str(self._receiver), "Offer"):
-            response = await stub.Offer(pb.OfferRequest(manifest=self._stored.encoded), timeout=self._seconds)
+            response = await stub.Offer(request, timeout=self._seconds, metadata=request_ids.outgoing())
+        self._metrics.received("control", response.ByteSize())
         if response.artifact_id != self._stored.artifact_id:
             raise IntegrityError("manifest: the receiver read other bytes than were sent", field="manifest")
         verdict = wire.verdict_from_message(response.verdict)
@@ -102,7 +111,7 @@ class Transfer:
         total = payload.length
         done = total - sum(end - start for start, end in sizes.values())
         yield Progress("transfer", done, total)
-        call = stub.Put(self._chunks(wanted))
+        call = stub.Put(self._chunks(wanted), metadata=request_ids.outgoing())
         pending = set(wanted)
         try:
             with rpc.translating(str(self._receiver), "Put"):
@@ -134,21 +143,29 @@ class Transfer:
                 response = await call.read()
         except TimeoutError as error:
             raise DeadlineError(f"{self._receiver}: no acknowledgement for {self._seconds:g} s") from error
-        return response if isinstance(response, pb.PutResponse) else None
+        if not isinstance(response, pb.PutResponse):
+            return None
+        self._metrics.received("control", response.ByteSize())
+        return response
 
     async def _chunks(self, wanted: Iterable[int]) -> AsyncIterator[pb.PutRequest]:
         for index in wanted:
             data = await asyncio.to_thread(self._stored.read_chunk, index)
-            yield pb.PutRequest(artifact_id=self._stored.artifact_id, index=index, data=data)
+            request = pb.PutRequest(artifact_id=self._stored.artifact_id, index=index, data=data)
+            self._metrics.sent("resent" if index in self._tried else "payload", len(data))
+            self._metrics.sent("control", request.ByteSize() - len(data))
+            self._tried.add(index)
+            yield request
 
     async def _commit(self, stub: pb_grpc.ReceiverServiceAsyncStub) -> None:
         account = msgspec.structs.replace(self._account, transfer_ms=self.delivery.transfer_ms)
         # Verification reads the whole payload again, so the deadline grows with it.
         deadline = self._seconds + self._stored.manifest.payload.length / 50e6
+        request = pb.CommitRequest(artifact_id=self._stored.artifact_id, account_json=to_json(account))
+        self._metrics.sent("control", request.ByteSize())
         with rpc.translating(str(self._receiver), "Commit"):
-            response = await stub.Commit(
-                pb.CommitRequest(artifact_id=self._stored.artifact_id, account_json=to_json(account)), timeout=deadline
-            )
+            response = await stub.Commit(request, timeout=deadline, metadata=request_ids.outgoing())
+        self._metrics.received("control", response.ByteSize())
         receipt = response.receipt
         if receipt.payload_digest != self._stored.manifest.payload.digest:
             raise IntegrityError("payload: the receipt names another digest", field="payload_digest")

@@ -67,6 +67,11 @@ TRAINING_TEXT = (
 )
 
 
+def pytest_configure() -> None:
+    """Cut the model hub off before any test module imports its client, which reads this once."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Turn every directory of the user's into a temporary one, for this process and those that it starts."""
@@ -80,7 +85,6 @@ def isolated_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             folder = home / name.lower()
             folder.mkdir()
             patch.setenv(f"XDG_{name}_HOME", str(folder))
-        patch.setenv("HF_HUB_OFFLINE", "1")
         yield home
 
 

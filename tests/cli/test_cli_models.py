@@ -63,7 +63,7 @@ def test_path_prints_only_the_directory(home: Path) -> None:
     path = install(home)
     assert run("path", NAME).stdout == f"{path}\n"
     assert json.loads(run("path", NAME, "--json").stdout) == {"name": NAME, "path": str(path)}
-    with pytest.raises(ModelError, match="unknown model '../secrets'"):
+    with pytest.raises(ModelError, match=r"unknown model '\.\./secrets'"):
         run("path", "../secrets")
 
 

@@ -7,6 +7,7 @@ zstd_example    factory: the same with the document compressed
 describe        rebuild an example around other contents, every size and digest recomputed
 full_manifest   a KV manifest in which every field that may be nil is set somewhere; it describes no payload
 profile_of      factory: the receiver that a KV manifest came from
+example, store  ``kv_example()`` and an empty store, for the tests that need one of each
 ==============  ======================================================================================================
 
 Factories are shared by all tests of a run, so they suit property tests; what they return is frozen.
@@ -14,8 +15,9 @@ Factories are shared by all tests of a run, so they suit property tests; what th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -45,6 +47,8 @@ from kvferry.core.manifest import (
     Tokenizer,
     encode,
 )
+from kvferry.core.partial import Partial
+from kvferry.core.store import ArtifactStore, Stored
 
 CHUNK = 1024
 SYSTEM = b"Use only what the document says."
@@ -76,6 +80,26 @@ class Example:
         size = self.manifest.payload.chunk_size
         payload = self.payload
         return [payload[at : at + size] for at in range(0, len(payload), size)]
+
+    def put_into(self, partial: Partial) -> None:
+        for index, chunk in enumerate(self.chunks()):
+            partial.put(index, chunk)
+
+    def received_by(self, store: ArtifactStore) -> Stored:
+        self.put_into(store.begin(self.encoded))
+        return store.commit(self.id, None)
+
+    def check(self, stored: Stored) -> None:
+        """Assert that ``stored`` is this artifact, every byte of it, and that nothing else lies beside it."""
+        assert stored.artifact_id == self.id
+        assert stored.manifest == self.manifest
+        assert stored.encoded == self.encoded
+        sections = {name: bytes(data) for name, data in stored.read_sections().items()}
+        assert sections == {content.section.name: bytes(content.data) for content in self.contents}
+        assert [stored.read_chunk(index) for index in range(len(self.chunks()))] == self.chunks()
+        assert stored.payload_path.read_bytes() == self.payload
+        names = sorted(path.name for path in stored.payload_path.parent.iterdir())
+        assert names == ["manifest.msgpack", "payload.safetensors", "record.json"]
 
 
 def named_digest(name: str) -> bytes:
@@ -200,6 +224,20 @@ def kv_example() -> Callable[..., Example]:
         return described(kv_manifest(layout, tokens, bytes(contents[0].data)), contents, chunk_size)
 
     return build
+
+
+@pytest.fixture
+def example(kv_example: Callable[..., Example]) -> Example:
+    """Return ``kv_example()``."""
+    return kv_example()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ArtifactStore]:
+    """Yield an empty, open store; closed afterwards."""
+    opened = ArtifactStore(tmp_path / "store")
+    yield opened
+    opened.close()
 
 
 @pytest.fixture(scope="session")

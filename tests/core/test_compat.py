@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -374,14 +374,11 @@ def test_forms_that_nobody_here_reads_are_refused(
 
 
 def test_the_names_are_those_of_the_protocol() -> None:
-    prefix = "REASON_CODE_"
-    names = {name.removeprefix(prefix) for name in common_pb2.ReasonCode.keys()}
-    assert all(name.startswith(prefix) for name in common_pb2.ReasonCode.keys())
-    assert names - {"UNSPECIFIED"} == {code.name for code in ReasonCode}
+    names = set(common_pb2.ReasonCode.DESCRIPTOR.values_by_name)
+    assert names == {"REASON_CODE_UNSPECIFIED"} | {f"REASON_CODE_{code.name}" for code in ReasonCode}
     assert all(code.name == code.value for code in ReasonCode)
 
 
 def test_dense_bytes_are_those_of_a_bf16_cache(profile: Profile) -> None:
     # Per layer: heads x (key + value dimensions) x 2 bytes.
     assert profile.dense_bytes_per_token == 2 * (8 + 8) * 2 + 2 * (8 + 4) * 2
-    assert "dense_bytes_per_token" not in {field.name for field in fields(profile)}

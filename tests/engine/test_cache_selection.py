@@ -187,6 +187,40 @@ def test_selected_layers_hold_the_rows_of_their_positions(case: Case) -> None:
         assert np.array_equal(np.array(layer.positions), rows)
 
 
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([3, 5, TOKENS], "names a row that the cache does not hold"),
+        ([-1, 3, 5], "names a row that the cache does not hold"),
+        ([3, 5, 5], "not strictly ascending"),
+        ([5, 3, 7], "not strictly ascending"),
+    ],
+)
+@pytest.mark.parametrize("on_top", [False, True])
+def test_impossible_positions_are_refused(case: Case, rows: list[int], reason: str, on_top: bool) -> None:  # noqa: FBT001
+    prefix = case.prefix
+    if on_top:
+        prefix = select(prefix, [np.tile(np.arange(40), (case.kv_heads, 1))] * LAYERS)
+    good = [[3, 5, 7]] * case.kv_heads
+    kept = [np.array(item) for item in (good, [*good[1:], rows], good)]
+    with pytest.raises(InvalidRequestError, match=rf"positions\[1\]: {reason}"):
+        select(prefix, kept)
+
+
+def test_a_row_removed_before_cannot_come_back(case: Case) -> None:
+    first = select(case.prefix, [np.tile(np.array([3, 5, 9]), (case.kv_heads, 1))] * LAYERS)
+    with pytest.raises(InvalidRequestError, match=r"positions\[0\]: names a row that the cache does not hold"):
+        select(first, [np.tile(np.array([3, 4]), (case.kv_heads, 1))] * LAYERS)
+
+
+def test_positions_of_another_shape_are_refused(case: Case) -> None:
+    heads = case.kv_heads
+    for shape in ((heads + 1, 4), (2 * heads, 4), (4,), (1, heads, 4), ()):
+        wanted = np.broadcast_to(np.arange(4), shape) if shape else np.array(3)
+        with pytest.raises(InvalidRequestError, match=rf"positions\[0\]: shape .*, expected \({heads}, rows\)"):
+            select(case.prefix, [wanted] * LAYERS)
+
+
 def test_selecting_for_the_wrong_number_of_layers_is_an_error(case: Case) -> None:
     with pytest.raises(ValueError, match="shorter"):
         select(case.prefix, case.random_rows((4, 4)))

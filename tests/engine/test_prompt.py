@@ -85,10 +85,12 @@ def material(prompt: PromptBuilder, document: str) -> list[int]:
 
 
 def test_every_split_of_a_document_gives_the_whole_prompt(tokenizer: Any, prompt: PromptBuilder) -> None:
+    empty = prompt.prefix("")
     for cut in range(len(NASTY) + 1):
         document, question = NASTY[:cut], NASTY[cut:]
-        ids = prompt.prefix(document) + prompt.fresh(question)
-        assert text_of(tokenizer, ids) == chatml(document, question), cut
+        prefix = prompt.prefix(document)
+        assert prefix == empty + tokenizer.encode(document, add_special_tokens=False), cut
+        assert text_of(tokenizer, prefix + prompt.fresh(question)) == chatml(document, question), cut
 
 
 def test_ids_are_those_of_each_piece(tokenizer: Any, prompt: PromptBuilder, added: dict[str, int]) -> None:
@@ -103,18 +105,12 @@ def test_ids_are_those_of_each_piece(tokenizer: Any, prompt: PromptBuilder, adde
     assert prompt.fresh(question) == [*plain("\n\nQuestion: "), *plain(question), *closing]
 
 
-def test_the_boundary_does_not_depend_on_the_question(prompt: PromptBuilder) -> None:
-    # As one text these would merge over the cut: "wareh" + "ouse".
-    whole, parts = material(prompt, "warehouse"), material(prompt, "wareh") + material(prompt, "ouse")
-    assert whole != parts
-    assert prompt.prefix("wareh")[-len(material(prompt, "wareh")) :] == material(prompt, "wareh")
-    assert prompt.fresh("ouse?") == prompt.fresh("ouse?")
-
-
-def test_only_the_material_differs_between_documents(prompt: PromptBuilder) -> None:
-    ids = {name: material(prompt, document) for name, document in DOCUMENTS.items()}
-    assert len({tuple(item) for item in ids.values()}) == len(DOCUMENTS)
-    assert prompt.fresh("Who?")[: len(prompt.fresh(""))] != prompt.fresh("")
+def test_the_document_is_never_merged_with_the_question(prompt: PromptBuilder) -> None:
+    split, whole = prompt.prefix("wareh") + prompt.fresh("ouse?"), prompt.prefix("warehouse") + prompt.fresh("?")
+    assert split[: len(prompt.prefix("wareh"))] == prompt.prefix("wareh")
+    # The tokenizer is not compositional: this is what re-tokenising the joined text would get wrong.
+    assert material(prompt, "warehouse") != material(prompt, "wareh") + material(prompt, "ouse")
+    assert split != whole
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -200,13 +196,13 @@ def test_thinking_is_off_where_the_template_can_switch_it(with_template: Builder
     assert text_of(tokenizer, PromptBuilder(tokenizer).fresh("Q?")).endswith("Q?|off")
 
 
-STOP, TOP, SECTION = "STOP", "TOP", "§"
+STOP, TOP = "STOP", "TOP"
 
 
 def own_pieces(*control: str) -> Any:
     """A tokenizer whose vocabulary reaches control strings by ordinary merges."""
     vocabulary = {piece: index for index, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    merges = [("O", "P"), ("T", "OP"), ("S", "TOP"), ("Â", "§"), ("h", "e")]
+    merges = [("O", "P"), ("T", "OP"), ("S", "TOP"), ("h", "e")]
     for left, right in merges:
         vocabulary[left + right] = len(vocabulary)
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
@@ -214,8 +210,7 @@ def own_pieces(*control: str) -> Any:
     backend.decoder = decoders.ByteLevel()
     size = backend.get_vocab_size()
     backend.add_tokens([AddedToken(item, normalized=False, special=item != TOP) for item in control])
-    if SECTION not in control:
-        assert backend.get_vocab_size() == size, "the control strings are pieces of the vocabulary"
+    assert backend.get_vocab_size() == size, "a control string is not a piece of the vocabulary"
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 

@@ -88,6 +88,13 @@ def test_random_text_matches_the_definition(tmp_path: Path, tiny: Any) -> None:
     check()
 
 
+def test_only_qwen2_composes_accents(tmp_path: Path, tiny: Any) -> None:
+    qwen2, _, _ = tokenizer_of(tiny, tmp_path, "qwen2")
+    smollm, _, _ = tokenizer_of(tiny, tmp_path, "smollm")
+    assert qwen2.encode("e\u0301").ids == qwen2.encode("é").ids
+    assert smollm.encode("e\u0301").ids != smollm.encode("é").ids
+
+
 @pytest.mark.parametrize("pre", ["smollm", "qwen2"])
 def test_any_text_survives(tmp_path: Path, tiny: Any, pre: str) -> None:
     tokenizer, _, _ = tokenizer_of(tiny, tmp_path, pre)

@@ -1,0 +1,1 @@
+"""The kvferry command, one file a command."""

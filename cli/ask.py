@@ -1,0 +1,93 @@
+"""``kvferry ask``: ask the receiver a question about an artifact."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from kvferry.cli import output
+from kvferry.cli.connection import receiver_option, timeout_option
+
+if TYPE_CHECKING:
+    from kvferry.client import Answer, Ledger
+
+
+@click.command(name="ask")
+@click.argument("artifact")
+@click.argument("question", nargs=-1, required=True)
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Most tokens to generate."
+)
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option(
+    "--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Nucleus mass."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampler.")
+@receiver_option
+@timeout_option
+@output.json_option
+def command(
+    *,
+    artifact: str,
+    question: tuple[str, ...],
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    receiver: str,
+    timeout: float,
+    as_json: bool,
+) -> None:
+    """Ask the receiver a question about an artifact.
+
+    ARTIFACT is its id as `kvferry send` printed it, or at least the first 8 digits. The words of QUESTION may be given
+    without quotes.
+    """
+    from kvferry.client import Client
+
+    live = output.is_terminal() and not as_json
+    with (
+        Client(receiver=receiver, idle_timeout=timeout) as client,
+        client.stream(
+            artifact,
+            " ".join(question),
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+        ) as stream,
+    ):
+        for piece in stream:
+            if live:
+                click.echo(piece.text, nl=False)
+        answer = stream.answer
+    if as_json:
+        output.write_json(record(answer))
+    else:
+        click.echo("" if live else answer.text)
+        output.remark(account(answer.ledger))
+
+
+def record(answer: Answer) -> dict[str, Any]:
+    """Return an answer as programs read it."""
+    plain: dict[str, Any] = msgspec.to_builtins(answer)
+    return plain
+
+
+def account(ledger: Ledger) -> str:
+    """Return a ledger in one line for people."""
+    first = "no text" if ledger.ms.first_token is None else f"first token {ledger.ms.first_token:.0f} ms"
+    parts = [
+        f"{ledger.method} ({ledger.form})",
+        f"on the wire {output.size(ledger.wire_bytes)}",
+        f"{ledger.ratio:.2f} times smaller than the dense cache",
+        f"read {ledger.tokens.receiver_prefill} tokens, reused {ledger.tokens.reused}",
+        first,
+        f"total {ledger.ms.total:.0f} ms",
+        f"{ledger.tokens.generated} tokens ({ledger.finish_reason})",
+    ]
+    if ledger.fallback is not None:
+        parts.append(f"fell back to {ledger.fallback}: {ledger.fallback_reason}")
+    return " · ".join(parts)

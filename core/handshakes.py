@@ -1,0 +1,45 @@
+"""What a failed TLS handshake means, in words that say what to do. gRPC reports all of them as UNAVAILABLE."""
+
+from __future__ import annotations
+
+# Pieces of OpenSSL's and gRPC's own texts, from the particular to the general: the first that occurs decides.
+_MEANINGS = (
+    ("certificate has expired", "the peer's TLS certificate has expired"),
+    ("certificate is not yet valid", "the peer's TLS certificate is not valid yet; compare the clocks of both machines"),
+    ("Hostname Verification", "the peer's TLS certificate is for another host name than the one that was dialled"),
+    ("WRONG_VERSION_NUMBER", "the peer does not speak TLS on that port, and an authority was given"),
+    (
+        "CERTIFICATE_REQUIRED",
+        "the peer asks for a client certificate (mutual TLS); give certificate and key",
+    ),
+    ("certificate signature failure", "the peer's TLS certificate was not signed by the authority that was given"),
+    ("local issuer certificate", "the peer's TLS certificate was not signed by the authority that was given"),
+    ("self-signed certificate", "the peer's TLS certificate was not signed by the authority that was given"),
+    ("self signed certificate", "the peer's TLS certificate was not signed by the authority that was given"),
+    ("CERTIFICATE_VERIFY_FAILED", "the peer's TLS certificate cannot be verified"),
+    ("handshake failed", "the TLS handshake failed"),
+    (
+        "Socket closed",
+        "the peer closed the connection at once: it may ask for TLS, or refuse the client certificate that was shown",
+    ),
+    (
+        "onnection reset",
+        "the peer closed the connection at once: it may ask for TLS, or refuse the client certificate that was shown",
+    ),
+)
+_CONNECTING = "failed to connect"
+
+
+def explain(details: str) -> str:
+    """Say what a failed connection has to do with TLS.
+
+    Args:
+        details: gRPC's text of an UNAVAILABLE status.
+
+    Returns:
+        One sentence without a full stop, or "" when TLS has no part in it.
+    """
+    # A connection that breaks later says "Socket closed" as well, and then it is no handshake.
+    if _CONNECTING not in details:
+        return ""
+    return next((meaning for piece, meaning in _MEANINGS if piece in details), "")

@@ -1,0 +1,119 @@
+"""Documents kept for look-ups: spans are code points, and what cannot be right is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvferry.core import limits
+from kvferry.core.digests import digest
+from kvferry.core.errors import InvalidRequestError, NotFoundError, StoreError, TooLargeError
+from kvferry.sender.documents import DocumentStore
+
+FAMILY = "👩‍👩‍👧"
+TEXT = f"Tür 門 {FAMILY} e\u0301 \u202eabc\n🚢"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DocumentStore:
+    return DocumentStore(tmp_path / "documents")
+
+
+def keep(store: DocumentStore, text: str) -> bytes:
+    store.keep(text.encode())
+    return digest(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("span", "expected"),
+    [
+        ((0, 3), "Tür"),
+        ((4, 5), "門"),
+        # A family of five code points, and an accent of its own: a span may cut both.
+        ((6, 11), FAMILY),
+        ((6, 7), "👩"),
+        ((12, 14), "e\u0301"),
+        ((13, 14), "\u0301"),
+        ((20, 21), "🚢"),
+        ((0, 21), TEXT),
+        ((0, 0), ""),
+        ((21, 21), ""),
+    ],
+)
+def test_spans_count_code_points(store: DocumentStore, span: tuple[int, int], expected: str) -> None:
+    assert len(TEXT) == 21
+    assert store.spans(keep(store, TEXT), [span]) == [expected]
+
+
+def test_spans_come_in_the_order_asked_for_and_may_overlap(store: DocumentStore) -> None:
+    assert store.spans(keep(store, TEXT), [(4, 5), (0, 3), (0, 5)]) == ["門", "Tür", "Tür 門"]
+    assert store.spans(keep(store, TEXT), []) == []
+
+
+@pytest.mark.parametrize("span", [(0, 22), (22, 22), (3, 2), (21, 20), (-1, 3), (2**63, 2**64 - 1)])
+def test_a_span_outside_the_document_is_refused_with_the_limit(store: DocumentStore, span: tuple[int, int]) -> None:
+    with pytest.raises(InvalidRequestError, match=f"spans: {span[0]}..{span[1]} is not inside .* 21 characters"):
+        store.spans(keep(store, TEXT), [(0, 1), span])
+
+
+def test_a_document_that_was_never_read_here_is_not_found(store: DocumentStore) -> None:
+    with pytest.raises(NotFoundError, match=f"document {'07' * 32}: not read here"):
+        store.spans(b"\x07" * 32, [(0, 1)])
+
+
+@pytest.mark.parametrize("damage", [b"", b"Tur", TEXT.encode() + b" ", b"\xff" * 8])
+def test_a_damaged_text_is_never_quoted(store: DocumentStore, tmp_path: Path, damage: bytes) -> None:
+    key = keep(store, TEXT)
+    files = list((tmp_path / "documents").iterdir())
+    assert [file.name for file in files] == [f"{key.hex()}.txt"]
+    files[0].write_bytes(damage)
+    with pytest.raises(StoreError, match="its text on disk has changed"):
+        store.spans(key, [(0, 1)])
+
+
+def test_keeping_a_document_twice_writes_it_once(store: DocumentStore, tmp_path: Path) -> None:
+    key = keep(store, TEXT)
+    file = tmp_path / "documents" / f"{key.hex()}.txt"
+    before = file.stat()
+    keep(store, TEXT)
+    assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert file.read_bytes() == TEXT.encode()
+
+
+def test_documents_survive_a_restart(store: DocumentStore, tmp_path: Path) -> None:
+    key = keep(store, TEXT)
+    assert DocumentStore(tmp_path / "documents").spans(key, [(4, 5)]) == ["門"]
+
+
+def test_too_many_spans_are_refused(store: DocumentStore) -> None:
+    key = keep(store, TEXT)
+    assert len(store.spans(key, [(0, 1)] * limits.MAX_SPANS)) == limits.MAX_SPANS
+    with pytest.raises(TooLargeError, match="spans: 65, at most 64 a call") as caught:
+        store.spans(key, [(0, 1)] * 65)
+    assert caught.value.fields == {"value": 65, "limit": 64}
+
+
+def test_passages_are_limited_by_their_bytes_not_their_characters(store: DocumentStore) -> None:
+    text = "門" * (limits.MAX_SPAN_BYTES // 3) + "a" * 10
+    key = keep(store, text)
+    fits = limits.MAX_SPAN_BYTES // 3
+    assert sum(map(len, store.spans(key, [(0, fits)]))) == fits
+    with pytest.raises(TooLargeError, match=f"more than {limits.MAX_SPAN_BYTES} bytes"):
+        store.spans(key, [(0, fits), (fits, fits + 2)])
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="file/documents"):
+        DocumentStore(tmp_path / "file" / "documents")
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.data())
+def test_a_span_is_a_slice_of_the_text(store: DocumentStore, text: str, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(text)))
+    end = data.draw(st.integers(start, len(text)))
+    assert store.spans(keep(store, text), [(start, end)]) == [text[start:end]]
