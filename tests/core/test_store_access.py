@@ -20,9 +20,6 @@ from kvferry.core.files import write_atomic
 from kvferry.core.store import ArtifactStore
 
 
-# One writer, many threads
-
-
 def test_a_second_instance_is_refused(store: ArtifactStore) -> None:
     with pytest.raises(StoreError, match="already open in another process"):
         ArtifactStore(store.root)
