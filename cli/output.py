@@ -99,6 +99,6 @@ def _progress() -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    errors = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=errors, disable=not errors.is_terminal)
+    # Rich's own opinion of what a terminal is follows FORCE_COLOR, which is often set where nobody is watching.
+    return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())

@@ -1,7 +1,7 @@
 """Channels that present a token with every call.
 
-gRPC's own call credentials refuse unencrypted channels, loopback included, and its interceptors put their own objects in
-the place of calls. These channels add one metadata entry and hand out gRPC's calls as they are.
+gRPC's own call credentials refuse unencrypted channels, loopback included, and its interceptors put objects of their
+own in the place of calls. These channels add one metadata entry and hand out gRPC's calls as they are.
 """
 
 from __future__ import annotations

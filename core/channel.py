@@ -32,8 +32,12 @@ def channel_options() -> Options:
     ]
 
 
-def server_options() -> Options:
-    """Options of every server. Pings may come as often as our channels send them, also while it computes."""
+def server_options(max_connections: int = MAX_CONNECTIONS) -> Options:
+    """Options of every server. Pings may come as often as our channels send them, also while it computes.
+
+    Args:
+        max_connections: a connection above this number is closed at once.
+    """
     return [
         ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
@@ -41,13 +45,13 @@ def server_options() -> Options:
         ("grpc.http2.max_ping_strikes", 0),
         # Two daemons must never share a port by accident.
         ("grpc.so_reuseport", 0),
-        # A stranger who says nothing would otherwise be waited for two minutes, in either stage of a connection's start.
+        # By default a stranger who says nothing is waited for two minutes, in either stage of a connection's start.
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.http2.settings_timeout", HANDSHAKE_MS),
         # Connections without a call are closed; our channels connect again by themselves when they need to.
         ("grpc.max_connection_idle_ms", IDLE_MS),
-        # Below the limit of open files that a daemon sets itself, so that its store can always open one.
-        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        # Connections take files, and the store must always be able to open one.
+        ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
     ]
 

@@ -27,7 +27,13 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         adapter: directory of a LoRA adapter, or "".
         revision: of a hub id, or "".
         listen: host:port; port 0 takes a free one.
-        insecure: allow an address that other machines reach without encryption.
+        insecure: allow an address that other machines reach without TLS or without tokens.
+        certificate, key: PEM files of this daemon; with them it serves TLS.
+        authority: PEM file of the authority whose certificates are trusted; with it peers are called over TLS.
+        client_certificates: ask callers for a certificate of the authority (mutual TLS).
+        tokens: file of the tokens that are accepted; "" asks for none.
+        token_file: file of the token that this daemon shows to its peer.
+        max_calls: calls that may run at the same time.
         store: directory of artifacts; "" is the user's data directory.
         prefill_chunk: tokens a forward pass; both ends should agree.
         cache_bytes: memory for caches that are kept at hand.
@@ -40,6 +46,13 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     revision: str = ""
     listen: str
     insecure: bool = False
+    certificate: str = ""
+    key: str = ""
+    authority: str = ""
+    client_certificates: bool = False
+    tokens: str = ""
+    token_file: str = ""
+    max_calls: Positive = 64
     store: str = ""
     prefill_chunk: Positive = 512
     cache_bytes: Annotated[int, Meta(ge=0)] = 4 * limits.GIB
@@ -107,7 +120,7 @@ def load(
     given = {key: value for key, value in (options or {}).items() if value is not None}
     merged |= _converted(kind, given, "option")
     config = _converted_whole(kind, merged, str(path) if path else "configuration")
-    _check_listen(config)
+    _check_security(config)
     _check_metrics(config)
     return config
 
@@ -163,11 +176,19 @@ def _converted_whole(kind: type[ConfigType], merged: Mapping[str, Any], source: 
         raise ConfigError(f"{source}: {error}", source=source) from error
 
 
-def _check_listen(config: NodeConfig) -> None:
-    if not parse(config.listen, "listen").is_loopback and not config.insecure:
+def _check_security(config: NodeConfig) -> None:
+    """Refuse an address that strangers reach unprotected, and settings that only make sense together."""
+    if bool(config.certificate) != bool(config.key):
+        missing = "key" if config.certificate else "certificate"
+        raise ConfigError(f"{missing}: certificate and key are given together or not at all", field=missing)
+    lacking = [name for name in ("certificate", "authority") if not getattr(config, name)]
+    if config.client_certificates and lacking:
+        raise ConfigError(f"client_certificates: needs {' and '.join(lacking)} as well", field="client_certificates")
+    lacking = [name for name in ("certificate", "key", "tokens") if not getattr(config, name)]
+    if lacking and not config.insecure and not parse(config.listen, "listen").is_loopback:
         raise ConfigError(
-            f"listen: {config.listen} can be reached from other machines and the connection is not encrypted; "
-            "set insecure = true (--insecure) if that is what you want",
+            f"listen: {config.listen} can be reached from other machines; give {', '.join(lacking)} "
+            "(`kvferry certs` makes them), or set insecure = true (--insecure) if that is what you want",
             field="listen",
             value=config.listen,
         )

@@ -29,7 +29,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o666) -> None:
     """
     aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
-        with open(aside, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:  # noqa: PTH123  (Path.open takes no opener)
+        with open(aside, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
+_UNSIGNED = "the peer's TLS certificate was not signed by the authority that was given"
+_CLOSED = "the peer closed the connection at once: it may ask for TLS, or refuse the client certificate that was shown"
+
 # Pieces of OpenSSL's and gRPC's own texts, from the particular to the general: the first that occurs decides.
 _MEANINGS = (
     ("certificate has expired", "the peer's TLS certificate has expired"),
-    ("certificate is not yet valid", "the peer's TLS certificate is not valid yet; compare the clocks of both machines"),
+    ("certificate is not yet valid", "the peer's TLS certificate is not valid yet; is one of the clocks wrong?"),
     ("Hostname Verification", "the peer's TLS certificate is for another host name than the one that was dialled"),
     ("WRONG_VERSION_NUMBER", "the peer does not speak TLS on that port, and an authority was given"),
-    (
-        "CERTIFICATE_REQUIRED",
-        "the peer asks for a client certificate (mutual TLS); give certificate and key",
-    ),
-    ("certificate signature failure", "the peer's TLS certificate was not signed by the authority that was given"),
-    ("local issuer certificate", "the peer's TLS certificate was not signed by the authority that was given"),
-    ("self-signed certificate", "the peer's TLS certificate was not signed by the authority that was given"),
-    ("self signed certificate", "the peer's TLS certificate was not signed by the authority that was given"),
+    ("CERTIFICATE_REQUIRED", "the peer asks for a client certificate (mutual TLS); give certificate and key"),
+    ("certificate signature failure", _UNSIGNED),
+    ("local issuer certificate", _UNSIGNED),
+    ("self-signed certificate", _UNSIGNED),
+    ("self signed certificate", _UNSIGNED),
     ("CERTIFICATE_VERIFY_FAILED", "the peer's TLS certificate cannot be verified"),
     ("handshake failed", "the TLS handshake failed"),
-    (
-        "Socket closed",
-        "the peer closed the connection at once: it may ask for TLS, or refuse the client certificate that was shown",
-    ),
-    (
-        "onnection reset",
-        "the peer closed the connection at once: it may ask for TLS, or refuse the client certificate that was shown",
-    ),
+    ("Socket closed", _CLOSED),
+    ("Connection reset", _CLOSED),
 )
 _CONNECTING = "failed to connect"
 

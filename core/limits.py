@@ -17,6 +17,9 @@ DEFAULT_CHUNK_BYTES = MIB
 MAX_PAYLOAD_BYTES = 64 * GIB
 """Largest payload a receiver takes unless its configuration says less."""
 
+MAX_PARTIALS = 500
+"""Most artifacts that may be on their way in at one receiver."""
+
 MAX_SECTIONS = 16_384
 MAX_DIMENSIONS = 8
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import grpc
 import msgpack
 
-from kvferry.core import errors, reachability
+from kvferry.core import errors, handshakes, reachability
 from kvferry.core.errors import FieldValue, KvferryError
 
 _METADATA_KEY = "kvferry-error-bin"
@@ -21,6 +21,14 @@ _METADATA_KEY = "kvferry-error-bin"
 _MAX_MESSAGE_BYTES = 3000
 _MAX_FIELD = 600
 _MAX_FIELDS_BYTES = 4096
+# gRPC's own words when a server runs as many calls as it may.
+_TOO_MANY_CALLS = "Concurrent RPC limit"
+_NEAREST: dict[grpc.StatusCode, tuple[type[KvferryError], str]] = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: (errors.DeadlineError, "{peer}: no answer to {method} in time"),
+    grpc.StatusCode.CANCELLED: (errors.CancelledError, "{peer}: {method} was cancelled"),
+    grpc.StatusCode.UNAUTHENTICATED: (errors.AuthenticationError, "{peer}: {method}: {details}"),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (errors.TooLargeError, "{peer}: {method}: {details}"),
+}
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KvferryError) -> NoReturn:
@@ -67,15 +75,14 @@ def from_rpc(error: grpc.RpcError, peer: str, method: str) -> KvferryError:
         return rebuilt
     where = {"peer": peer, "method": method}
     if code == grpc.StatusCode.UNAVAILABLE:
-        advice = reachability.explain(details, peer)
+        advice = handshakes.explain(details) or reachability.explain(details, peer)
         text = f"{peer}: cannot be reached for {method} ({details})" + (f"; {advice}" if advice else "")
         return errors.UnavailableError(text, **where)
-    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return errors.DeadlineError(f"{peer}: no answer to {method} in time", **where)
-    if code == grpc.StatusCode.CANCELLED:
-        return errors.CancelledError(f"{peer}: {method} was cancelled", **where)
-    if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return errors.TooLargeError(f"{peer}: {method}: {details}", **where)
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_MANY_CALLS in details:
+        return errors.BusyError(f"{peer}: {method}: {details}", **where)
+    if code in _NEAREST:
+        cls, text = _NEAREST[code]
+        return cls(text.format(peer=peer, method=method, details=details), **where)
     return errors.PeerError(f"{peer}: {method} failed with {code.name} ({details})", status=code.name, **where)
 
 

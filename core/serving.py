@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import resource
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvferry.core import addresses, channel
+from kvferry.core import addresses, channel, security
 from kvferry.core.config import NodeConfig
 from kvferry.core.errors import ConfigError
 from kvferry.core.logs import logger
@@ -21,12 +22,18 @@ from kvferry.core.metrics import NodeMetrics
 from kvferry.core.metrics_server import MetricsServer
 from kvferry.core.request_ids import RequestIdInterceptor
 from kvferry.core.rpc_metrics import MetricsInterceptor
+from kvferry.core.security import ServerSecurity
+
+_WANTED_FILES = 2 * channel.MAX_CONNECTIONS
+# Room beside the calls that run: for health checks, and for calls that are being refused.
+_SPARE_CALLS = 512
 
 
 async def serve(
     config: NodeConfig,
     register: Callable[[grpc.aio.Server], Iterable[str]],
     *,
+    protection: ServerSecurity | None = None,
     metrics: NodeMetrics | None = None,
     announce_json: bool = False,
 ) -> None:
@@ -35,25 +42,31 @@ async def serve(
     Args:
         config: address and grace period.
         register: adds the servicers to the server and returns their full service names.
+        protection: what it shows and whom it lets in, where that was read already.
         metrics: what the daemon counts, served where the configuration says; None counts nothing.
         announce_json: print the listening line as JSON.
 
     Raises:
-        ConfigError: when an address cannot be bound.
+        ConfigError: when an address cannot be bound, or a file that protects the server cannot be used.
     """
     log = logger("serving")
+    protection = protection or security.for_server(config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     # A refused call has its id and is counted as well, so these two come before whatever may refuse it.
-    interceptors = [RequestIdInterceptor(), *([MetricsInterceptor(metrics)] if metrics else [])]
-    server = grpc.aio.server(interceptors=interceptors, options=channel.server_options())
+    interceptors = [RequestIdInterceptor(), *([MetricsInterceptor(metrics)] if metrics else []), protection.gate]
+    server = grpc.aio.server(
+        interceptors=interceptors,
+        options=channel.server_options(_raise_file_limit() // 2),
+        maximum_concurrent_rpcs=config.max_calls + _SPARE_CALLS,
+    )
     names = [*register(server), health.SERVICE_NAME, reflection.SERVICE_NAME]
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection(names, server)
-    address = _bind(server, addresses.parse(config.listen, "listen"))
+    address = _bind(server, addresses.parse(config.listen, "listen"), protection.credentials)
     page = _metrics_page(config, metrics)
     await server.start()
     for name in ("", *names):
@@ -73,9 +86,23 @@ async def serve(
                 loop.remove_signal_handler(number)
 
 
-def _bind(server: grpc.aio.Server, wanted: addresses.Address) -> addresses.Address:
+def _raise_file_limit() -> int:
+    """Let this process open as many files as it may need, and return how many it may: macOS allows 256 by default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = hard == resource.RLIM_INFINITY
+    wanted = _WANTED_FILES if unlimited else min(_WANTED_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+def _bind(
+    server: grpc.aio.Server, wanted: addresses.Address, credentials: grpc.ServerCredentials | None
+) -> addresses.Address:
     try:
-        port = server.add_insecure_port(str(wanted))
+        port = (
+            server.add_secure_port(str(wanted), credentials) if credentials else server.add_insecure_port(str(wanted))
+        )
     except RuntimeError as error:
         raise ConfigError(f"listen: {wanted} cannot be bound; is another daemon there?", field="listen") from error
     if port == 0:

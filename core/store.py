@@ -21,26 +21,29 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry.core import container, manifest
+from kvferry.core import container, limits, manifest
 from kvferry.core.container import Content
 from kvferry.core.digests import DIGEST_BYTES
-from kvferry.core.errors import ContainerError, IntegrityError, NotFoundError, StoreError
+from kvferry.core.errors import ContainerError, IntegrityError, NotFoundError, StoreError, TooLargeError
 from kvferry.core.files import fsync_directory, write_atomic
 from kvferry.core.ledger import SenderAccount, Traffic
 from kvferry.core.manifest import Manifest, Payload
+from kvferry.core.ownership import OWNER_FILE, Ownership, owner_record
 from kvferry.core.partial import MANIFEST_FILE, PAYLOAD_FILE, Partial
+from kvferry.core.tokens import Token
 
 _RECORD_FILE = "record.json"
 _ID_NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What is known of an artifact beside its manifest."""
+    """What is known of an artifact beside its manifest. ``owner`` is the token that it counts against."""
 
     committed_at: float
     verify_ms: float
     account: SenderAccount | None
     traffic: Traffic | None
+    owner: str | None = None
 
 
 @dataclass(frozen=True)
@@ -125,9 +128,12 @@ class ArtifactStore:
         except OSError as error:
             self._lock_file.close()
             raise StoreError(f"store {root}: already open in another process", path=str(root)) from error
+        self._ownership = Ownership()
         try:
             shutil.rmtree(root / "aside")
             (root / "aside").mkdir()
+            for folder, owner_file in (("partial", OWNER_FILE), ("artifacts", _RECORD_FILE)):
+                self._ownership.recover(root / folder, owner_file, (MANIFEST_FILE, PAYLOAD_FILE))
         except OSError as error:
             self._lock_file.close()
             raise self._failed(error) from error
@@ -168,11 +174,17 @@ class ArtifactStore:
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
-    def begin(self, encoded: bytes) -> Partial:
+    def begin(self, encoded: bytes, owner: Token | None = None) -> Partial:
         """Return the assembly of the artifact with this manifest, new or resumed.
+
+        Args:
+            encoded: the manifest.
+            owner: the token that a new artifact counts against; a resumed one keeps its owner.
 
         Raises:
             ManifestError: when the manifest does not hold together.
+            QuotaError: when the owner may store no more.
+            TooLargeError: when too many artifacts are on their way in.
             StoreError: when the disk refuses or has no room for the payload.
         """
         artifact_id = manifest.artifact_id(encoded)
@@ -182,10 +194,16 @@ class ArtifactStore:
             decoded = manifest.decode(encoded)
             container.check_plan(decoded)
             path = self._path("partial", artifact_id)
+            size = len(encoded) + decoded.payload.length
+            self._check_open_files()
             try:
                 if not path.exists():
+                    self._ownership.check(owner, size)
                     self._check_room(decoded.payload.length)
                     path.mkdir()
+                    if owner is not None:
+                        write_atomic(path / OWNER_FILE, owner_record(owner.name))
+                        self._ownership.add(artifact_id, owner.name, size)
                 if not _holds(path / MANIFEST_FILE, encoded):
                     write_atomic(path / MANIFEST_FILE, encoded)
                 partial = Partial(path, encoded)
@@ -242,7 +260,11 @@ class ArtifactStore:
             del self._partials[artifact_id]
             try:
                 (partial.path / "chunks").unlink(missing_ok=True)
-                return self._publish(partial.path, artifact_id, Record(time.time(), verify_ms, account, traffic))
+                record = Record(time.time(), verify_ms, account, traffic, self._ownership.owner(artifact_id))
+                stored = self._publish(partial.path, artifact_id, record)
+                # Only now: the record names the owner as well, so at no moment does nothing.
+                (stored.payload_path.parent / OWNER_FILE).unlink(missing_ok=True)
+                return stored
             except OSError as error:
                 raise self._failed(error) from error
 
@@ -292,6 +314,7 @@ class ArtifactStore:
                         shutil.rmtree(aside)
             except OSError as error:
                 raise self._failed(error) from error
+            self._ownership.remove(artifact_id)
         if not found:
             raise NotFoundError(f"artifact {artifact_id.hex()}: not here", artifact=artifact_id.hex())
 
@@ -308,6 +331,16 @@ class ArtifactStore:
 
     def _failed(self, error: OSError) -> StoreError:
         return StoreError(f"store {self.root}: {error.strerror}", path=str(self.root))
+
+    def _check_open_files(self) -> None:
+        # Each assembly holds two files open, and a process that has none left can take no connection either.
+        if len(self._partials) >= limits.MAX_PARTIALS:
+            raise TooLargeError(
+                f"store {self.root}: {len(self._partials)} artifacts are on their way in, the limit is "
+                f"{limits.MAX_PARTIALS}; commit or drop some",
+                value=len(self._partials),
+                limit=limits.MAX_PARTIALS,
+            )
 
     def _check_room(self, length: int) -> None:
         free = shutil.disk_usage(self.root).free

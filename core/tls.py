@@ -158,9 +158,7 @@ def _check_pair(leaf: Certificate, private: PrivateKeyTypes, certificate: Path, 
         # gRPC's TLS library offers no signature algorithm for them, and every handshake would fail.
         raise ConfigError(f"key: {key}: must be an elliptic curve (P-256) or RSA key", field="key", path=str(key))
     if leaf.public_key() != private.public_key():
-        raise ConfigError(
-            f"key: {key} does not belong to the certificate {certificate}", field="key", path=str(key)
-        )
+        raise ConfigError(f"key: {key} does not belong to the certificate {certificate}", field="key", path=str(key))
 
 
 def _check_dates(certificate: Certificate, source: str) -> None:

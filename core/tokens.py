@@ -115,7 +115,7 @@ class TokenFile:
         try:
             self._tokens = load(self._path)
         except ConfigError as error:
-            self._log.error("token file not usable, the last good one stays in force", reason=error.message)  # noqa: TRY400  (a trace says no more)
+            self._log.error("token file not usable, the last good one stays in force", reason=error.message)
         else:
             self._log.info("token file read", path=str(self._path), tokens=len(self._tokens))
 

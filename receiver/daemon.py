@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import grpc
 
-from kvferry.core import logs, serving
+from kvferry.core import logs, security, serving
 from kvferry.core.config import ReceiverConfig, ledger_path, store_path
 from kvferry.core.metrics import ReceiverMetrics
 from kvferry.core.store import ArtifactStore
@@ -28,8 +28,9 @@ async def run(config: ReceiverConfig, *, announce_json: bool = False) -> None:
     """Run a receiver until it is told to stop.
 
     Raises:
-        KvferryError: when the model, the store or the address cannot be used.
+        KvferryError: when the model, the store, the address or a file that protects it cannot be used.
     """
+    protection = security.for_server(config)
     root = store_path(config)
     store = ArtifactStore(root)
     worker = Worker()
@@ -69,7 +70,7 @@ async def run(config: ReceiverConfig, *, announce_json: bool = False) -> None:
 
         log = logs.logger("receiver")
         log.info("ready", model=model.profile.model.id, unsupported=model.profile.unsupported, **versions)
-        await serving.serve(config, register, metrics=metrics, announce_json=announce_json)
+        await serving.serve(config, register, protection=protection, metrics=metrics, announce_json=announce_json)
     finally:
         worker.close()
         store.close()

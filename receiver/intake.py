@@ -12,6 +12,7 @@ from kvferry.core.errors import ContainerError, InvalidRequestError, NotFoundErr
 from kvferry.core.ledger import SenderAccount, account_from_json
 from kvferry.core.metrics import ReceiverMetrics
 from kvferry.core.store import ArtifactStore, Stored
+from kvferry.core.tokens import Token
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,23 @@ class Intake:
         self._profile = profile
         self._metrics = metrics
 
-    def offer(self, encoded: bytes) -> Judgement:
+    def offer(self, encoded: bytes, owner: Token | None = None) -> Judgement:
         """Judge a manifest. Nothing is allocated for an artifact that is refused.
 
+        Args:
+            encoded: the manifest.
+            owner: the token that a new artifact counts against.
+
         Raises:
+            QuotaError: when the owner may store no more.
             ManifestError: when the manifest is malformed or contradicts itself.
             StoreError: when the store has no room.
         """
-        judgement = self._judge(encoded)
+        judgement = self._judge(encoded, owner)
         self._metrics.judged(judgement.verdict, committed=judgement.committed)
         return judgement
 
-    def _judge(self, encoded: bytes) -> Judgement:
+    def _judge(self, encoded: bytes, owner: Token | None) -> Judgement:
         decoded = manifest.decode(encoded)
         container.check_plan(decoded)
         artifact_id = manifest.artifact_id(encoded)
@@ -52,7 +58,7 @@ class Intake:
             return Judgement(artifact_id, verdict, (), committed=False)
         if self._is_committed(artifact_id):
             return Judgement(artifact_id, verdict, (), committed=True)
-        partial = self._store.begin(encoded)
+        partial = self._store.begin(encoded, owner)
         return Judgement(artifact_id, verdict, tuple(partial.missing()), committed=False)
 
     def charge(self, artifact_id: bytes, received: int, control: int) -> None:

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import grpc
 
-from kvferry.core import limits, request_ids, rpc, wire
+from kvferry.core import auth, limits, request_ids, rpc, wire
 from kvferry.core.config import ReceiverConfig
 from kvferry.core.errors import ContainerError, InvalidRequestError, TooLargeError, TransferError
 from kvferry.core.ledger import to_json
@@ -72,7 +72,7 @@ class ReceiverServicer(pb_grpc.ReceiverServiceServicer):
         async with rpc.reporting(context):
             self._metrics.received("manifest", len(request.manifest))
             self._metrics.received("control", request.ByteSize() - len(request.manifest))
-            judgement = await asyncio.to_thread(self._parts.intake.offer, request.manifest)
+            judgement = await asyncio.to_thread(self._parts.intake.offer, request.manifest, auth.caller())
             if not judgement.verdict.accepted:
                 self._log.warning(
                     "refused", artifact=judgement.artifact_id.hex(), verdict=str(judgement.verdict)[:1000]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from kvferry.core import addresses, limits, rpc, wire
+from kvferry.core import addresses, limits, rpc, security, wire
 from kvferry.core.config import SenderConfig
 from kvferry.core.digests import Hasher
 from kvferry.core.errors import InvalidRequestError, TooLargeError, TransferError
@@ -95,6 +95,9 @@ class SenderServicer(pb_grpc.SenderServiceServicer):
         receiver = addresses.parse(
             start.receiver or parts.config.receiver, "receiver", default_port=addresses.RECEIVER_PORT
         )
+        configured = addresses.parse(parts.config.receiver, "receiver", default_port=addresses.RECEIVER_PORT)
+        # Read anew for every send, so that a token can be replaced while the daemon runs.
+        reached = security.for_peer(parts.config, receiver, configured)
         if method.info.aware and not start.question:
             raise InvalidRequestError(f"question: method {method.info.id} needs the question", field="question")
         await asyncio.to_thread(parts.documents.keep, text.encode("utf-8"))
@@ -111,7 +114,9 @@ class SenderServicer(pb_grpc.SenderServiceServicer):
             raise TransferError("send: stopped before the artifact was made")
         if not artifact.reused:
             parts.metrics.made(artifact.account)
-        transfer = Transfer(artifact.stored, artifact.account, receiver, parts.config.rpc_seconds, parts.metrics)
+        transfer = Transfer(
+            artifact.stored, artifact.account, receiver, parts.config.rpc_seconds, parts.metrics, security=reached
+        )
         async with contextlib.aclosing(transfer.run()) as steps:
             async for progress in steps:
                 yield _progress(progress)

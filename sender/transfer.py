@@ -18,6 +18,7 @@ from kvferry.core.errors import DeadlineError, IntegrityError, KvferryError, Ref
 from kvferry.core.ledger import SenderAccount, Traffic, to_json
 from kvferry.core.metrics import SenderMetrics
 from kvferry.core.store import Stored
+from kvferry.core.tls import PeerSecurity
 from kvferry.proto.v1 import receiver_service_pb2 as pb
 from kvferry.proto.v1 import receiver_service_pb2_grpc as pb_grpc
 from kvferry.sender.reading import Progress
@@ -26,6 +27,8 @@ ATTEMPTS = 4
 _FIRST_PAUSE_SECONDS = 0.2
 _SHOWN_REASONS = 3
 _CARRIED_REASONS = 12
+_LONGEST_PAUSE_SECONDS = 10.0
+_PLAINTEXT = PeerSecurity()
 
 
 @dataclass
@@ -41,13 +44,21 @@ class Transfer:
     """One artifact on its way to one receiver."""
 
     def __init__(
-        self, stored: Stored, account: SenderAccount, receiver: Address, rpc_seconds: float, metrics: SenderMetrics
+        self,
+        stored: Stored,
+        account: SenderAccount,
+        receiver: Address,
+        rpc_seconds: float,
+        metrics: SenderMetrics,
+        *,
+        security: PeerSecurity = _PLAINTEXT,
     ) -> None:
         self._stored = stored
         self._account = account
         self._receiver = receiver
         self._seconds = rpc_seconds
         self._metrics = metrics
+        self._security = security
         self._tried: set[int] = set()
         self.delivery = Delivery()
 
@@ -58,7 +69,7 @@ class Transfer:
             RefusedError: when the receiver's verdict is against the artifact; no payload byte has moved then.
             KvferryError: when the transfer still fails after several attempts.
         """
-        async with channel.open_async(self._receiver) as peer:
+        async with channel.open_async(self._receiver, self._security) as peer:
             stub = pb_grpc.ReceiverServiceStub(peer)
             for attempt in range(1, ATTEMPTS + 1):
                 try:
@@ -67,7 +78,7 @@ class Transfer:
                 except KvferryError as error:
                     if not error.retryable or attempt == ATTEMPTS:
                         raise
-                    await asyncio.sleep(_FIRST_PAUSE_SECONDS * 2**attempt)
+                    await asyncio.sleep(max(_FIRST_PAUSE_SECONDS * 2**attempt, _asked_pause(error)))
                 else:
                     return
 
@@ -175,6 +186,12 @@ class Transfer:
             receipt.received_bytes,
             receipt.control_bytes,
         )
+
+
+def _asked_pause(error: KvferryError) -> float:
+    """Return the seconds that a busy receiver asks for, within reason."""
+    asked = error.fields.get("retry_after_ms")
+    return min(max(asked / 1000, 0.0), _LONGEST_PAUSE_SECONDS) if isinstance(asked, int | float) else 0.0
 
 
 def refusal(verdict: Verdict) -> RefusedError:

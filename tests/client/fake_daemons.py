@@ -4,9 +4,6 @@ Everything on the wire is written out here (metadata keys, JSON, digests) rather
 both sides cannot be wrong in the same way.
 """
 
-# The names and arguments of servicer methods are gRPC's.
-# ruff: noqa: ARG002, N802
-
 from __future__ import annotations
 
 import json

@@ -109,7 +109,7 @@ def send(stub: Any, receiver: str, method: str, request_id: str) -> sender_pb.Se
 
 
 def ask(stub: Any, artifact_id: bytes, request_id: str | None, max_tokens: int = 8) -> Ledger:
-    request = receiver_pb.AskRequest(artifact_id=artifact_id, question="Which code?", max_tokens=max_tokens)
+    request = receiver_pb.AskRequest(artifact_id=artifact_id, question="Which code?", max_tokens=max_tokens, top_p=1.0)
     call = stub.Ask(request, timeout=60, metadata=(("x-request-id", request_id),) if request_id else ())
     ledger = ledger_from_json(list(call)[-1].end.ledger_json)
     assert ledger.request_id == dict(call.initial_metadata())["x-request-id"]

@@ -129,7 +129,7 @@ def test_half_precision_caches_cross_unchanged(case: int, dtype: str, random_mod
             assert np.array_equal(bits(ours), bits(theirs)), (length, count)
 
 
-@pytest.mark.parametrize(("case", "dtype"), [(0, "float32"), (1, "float32"), (2, "float32"), (3, "bfloat16")])
+@pytest.mark.parametrize(("case", "dtype"), [(0, "float32"), (1, "float32"), (3, "float32"), (5, "bfloat16")])
 @pytest.mark.parametrize("length", [3, 254, 256])
 def test_every_step_of_an_answer_is_the_local_one(
     case: int, dtype: str, length: int, random_model: Callable[..., Any]

@@ -16,6 +16,7 @@ import pytest
 from kvferry.core import addresses, channel, container, errors, rpc, wire
 from kvferry.core.compat import Reason, ReasonCode, Verdict
 from kvferry.core.ledger import SenderAccount, account_from_json
+from kvferry.core.metrics import SenderMetrics
 from kvferry.core.store import Stored
 from kvferry.engine.model import LoadedModel
 from kvferry.proto.v1 import common_pb2
@@ -133,7 +134,8 @@ class Road:
 
     def __init__(self, stored: Stored, receiver: FakeReceiver, address: str, seconds: float) -> None:
         self.receiver = receiver
-        self.transfer = Transfer(stored, ACCOUNT, addresses.parse(address, "receiver"), seconds)
+        metrics = SenderMetrics("tiny", {"kvferry": "0", "device": "cpu"})
+        self.transfer = Transfer(stored, ACCOUNT, addresses.parse(address, "receiver"), seconds, metrics)
         self.progress: list[Progress] = []
 
     async def drive(self) -> None:

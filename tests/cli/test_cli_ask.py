@@ -1,0 +1,86 @@
+"""``kvferry ask`` against a fake receiver."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from kvferry.cli import output
+
+Run = Callable[..., Result]
+LEDGER = (
+    "B1 (kv) · on the wire 1.1 kB · 8.03 times smaller than the dense cache · read 9 tokens, reused 40 · "
+    "first token 4 ms · total 9 ms · 4 tokens (stop)\n"
+)
+
+
+@pytest.fixture
+def ask(kvferry: Run, daemons: Any, fakes: Any) -> Run:
+    def run(*words: str) -> Result:
+        return kvferry("ask", fakes.ARTIFACT.hex(), *words, "--receiver", daemons.address)
+
+    return run
+
+
+def test_stdout_is_the_answer_and_stderr_the_ledger(ask: Run, fakes: Any) -> None:
+    shown = ask("Which?")
+    assert shown.exit_code == 0
+    assert shown.stdout == fakes.TEXT + "\n"
+    assert shown.stderr == LEDGER
+
+
+def test_words_make_the_question_and_options_travel(ask: Run, daemons: Any) -> None:
+    options = ["--max-tokens", "7", "--temperature", "0.5", "--top-p", "0.9", "--seed", "3"]
+    assert ask("Which", "code", "is", "it?", *options).exit_code == 0
+    (request,) = daemons.receiver.requests
+    assert (request.question, request.max_tokens, request.seed) == ("Which code is it?", 7, 3)
+    assert (request.temperature, request.top_p) == (0.5, 0.9)
+
+
+def test_an_id_may_be_cut_short(kvferry: Run, daemons: Any, fakes: Any) -> None:
+    assert kvferry("ask", fakes.OTHER.hex()[:8], "Which?", "--receiver", daemons.address).exit_code == 0
+    assert daemons.receiver.requests[0].artifact_id == fakes.OTHER
+
+
+def test_json_is_one_line_with_the_ledger(ask: Run, fakes: Any) -> None:
+    shown = ask("Which?", "--json")
+    (line,) = shown.stdout.splitlines()
+    answer = json.loads(line)
+    assert set(answer) == {"text", "token_ids", "finish_reason", "ledger"}
+    assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == (fakes.TEXT, [11, 12, 13, 14], "stop")
+    expected = json.loads(fakes.ledger(fakes.ARTIFACT))
+    assert {key: answer["ledger"][key] for key in expected} == expected
+    assert shown.stderr == ""
+
+
+def test_a_terminal_sees_every_piece_once(ask: Run, fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "is_terminal", lambda: True)
+    assert ask("Which?").stdout == fakes.TEXT + "\n"
+    assert json.loads(ask("Which?", "--json").stdout)["text"] == fakes.TEXT
+
+
+def test_a_pipe_gets_no_half_answer(ask: Run, daemons: Any, fakes: Any) -> None:
+    daemons.receiver.script = lambda *_: iter([fakes.piece("The", 11)])
+    shown = ask("Which?")
+    assert shown.exit_code == 1
+    assert shown.stdout == ""
+    assert shown.stderr == f"error: {daemons.address}: the answer is not complete: 1 tokens came, its end did not\n"
+
+
+def test_a_fallback_is_said(ask: Run, daemons: Any, fakes: Any) -> None:
+    def script(request: Any, _: Any) -> Any:
+        changes = {"fallback": "fallback_reprefill", "fallback_reason": "ROPE_MISMATCH"}
+        yield fakes.answer_end(request, token_ids=[], ledger_json=fakes.ledger(request.artifact_id, **changes))
+
+    daemons.receiver.script = script
+    assert "fell back to fallback_reprefill: ROPE_MISMATCH" in ask("Which?").stderr
+
+
+@pytest.mark.parametrize("words", [[], ["Which?", "--max-tokens", "0"], ["Which?", "--top-p", "0"]])
+def test_a_wrong_command_line_asks_nothing(ask: Run, daemons: Any, words: list[str]) -> None:
+    assert ask(*words).exit_code == 2
+    assert daemons.receiver.requests == []
