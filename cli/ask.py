@@ -82,7 +82,7 @@ def account(ledger: Ledger) -> str:
     parts = [
         f"{ledger.method} ({ledger.form})",
         f"on the wire {output.size(ledger.wire_bytes)}",
-        f"{ledger.ratio:.2f} times smaller than the dense cache",
+        f"dense cache {output.size(ledger.dense_bf16_bytes)} (ratio {ledger.ratio:.2f})",
         f"read {ledger.tokens.receiver_prefill} tokens, reused {ledger.tokens.reused}",
         first,
         f"total {ledger.ms.total:.0f} ms",

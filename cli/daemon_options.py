@@ -16,7 +16,7 @@ from kvferry.core.config import NodeConfig
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _LOGGING = {"log_level": "least severe events to log.", "log_format": "form of the log on standard error."}
-_ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
+_ATTRIBUTE = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def config_options(kind: type[NodeConfig]) -> Callable[[Function], Function]:
@@ -36,8 +36,9 @@ def _descriptions(kind: type[NodeConfig]) -> dict[str, str]:
     """Return what the configuration's own documentation says of each key."""
     found = dict(_LOGGING)
     for parent in kind.__mro__:
-        for name, text in _ATTRIBUTE.findall(cleandoc(parent.__doc__ or "")):
-            found.setdefault(name, " ".join(text.split()))
+        for names, text in _ATTRIBUTE.findall(cleandoc(parent.__doc__ or "")):
+            for name in names.split(", "):
+                found.setdefault(name, " ".join(text.split()))
     return found
 
 

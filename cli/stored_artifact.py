@@ -10,12 +10,13 @@ from typing import Any
 
 import msgspec
 
-from kvferry.core import config, container, manifest
+from kvferry.core import config, manifest
 from kvferry.core.digests import DIGEST_BYTES
 from kvferry.core.errors import InvalidRequestError, KvferryError, NotFoundError, StoreError
 from kvferry.core.limits import MAX_MANIFEST_BYTES
 from kvferry.core.manifest import Manifest
 from kvferry.core.partial import MANIFEST_FILE, PAYLOAD_FILE
+from kvferry.core.plan import make_plan
 from kvferry.core.store import Record
 
 _RECORD_FILE = "record.json"
@@ -134,7 +135,7 @@ def _problems(path: Path, encoded: bytes, decoded: Manifest, payload_bytes: int 
         there = "missing" if payload_bytes is None else f"{payload_bytes} bytes long"
         yield f"the payload is {there}, the manifest says {decoded.payload.length} bytes"
     try:
-        container.check_plan(decoded)
+        make_plan(decoded)
     except KvferryError as error:
         yield error.message
 

@@ -113,6 +113,9 @@ def _reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:
         yield from _model_reasons(manifest, receiver)
         yield from _tokenizer_reasons(manifest, receiver)
     yield from _differs(ReasonCode.PROMPT_MISMATCH, "prompt.version", manifest.prompt.version, receiver.prompt_version)
+    if manifest.method.consume == "prefill_once" and receiver.unsupported:
+        # Text that is read once is kept as a cache, so it needs one that can be kept.
+        yield Reason(ReasonCode.LAYOUT_UNSUPPORTED, "method.consume", "prefill_once", receiver.unsupported)
     if manifest.form == "kv":
         yield from _context_reasons(manifest, receiver)
         yield from _rope_reasons(manifest, receiver)

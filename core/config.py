@@ -28,7 +28,8 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         revision: of a hub id, or "".
         listen: host:port; port 0 takes a free one.
         insecure: allow an address that other machines reach without TLS or without tokens.
-        certificate, key: PEM files of this daemon; with them it serves TLS.
+        certificate: PEM file of this daemon's certificate; with its key it serves TLS.
+        key: PEM file of the certificate's key.
         authority: PEM file of the authority whose certificates are trusted; with it peers are called over TLS.
         client_certificates: ask callers for a certificate of the authority (mutual TLS).
         tokens: file of the tokens that are accepted; "" asks for none.

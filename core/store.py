@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -24,12 +25,14 @@ import msgspec
 from kvferry.core import container, limits, manifest
 from kvferry.core.container import Content
 from kvferry.core.digests import DIGEST_BYTES
-from kvferry.core.errors import ContainerError, IntegrityError, NotFoundError, StoreError, TooLargeError
+from kvferry.core.errors import IntegrityError, NotFoundError, StoreError, TooLargeError
 from kvferry.core.files import fsync_directory, write_atomic
 from kvferry.core.ledger import SenderAccount, Traffic
-from kvferry.core.manifest import Manifest, Payload
+from kvferry.core.manifest import Manifest, Payload, Section
 from kvferry.core.ownership import OWNER_FILE, Ownership, owner_record
 from kvferry.core.partial import MANIFEST_FILE, PAYLOAD_FILE, Partial
+from kvferry.core.payloads import FilePayload, Sections
+from kvferry.core.plan import Plan, make_plan
 from kvferry.core.tokens import Token
 
 _RECORD_FILE = "record.json"
@@ -48,54 +51,37 @@ class Record(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Stored:
-    """A published artifact."""
+    """A published artifact. ``path`` is its directory."""
 
     artifact_id: bytes
     manifest: Manifest
     encoded: bytes
     record: Record
-    payload_path: Path
+    path: Path
+
+    @cached_property
+    def plan(self) -> Plan:
+        """How the payload is cut into chunks."""
+        return make_plan(self.manifest)
+
+    @property
+    def payload_path(self) -> Path:
+        """The payload, a safetensors file."""
+        return self.path / PAYLOAD_FILE
 
     def read_chunk(self, index: int) -> bytes:
-        """Return one payload chunk.
+        """Return one payload chunk as it is stored.
 
         Raises:
             ContainerError: when there is no such chunk.
             StoreError: when the file is gone, cannot be read or is shorter than the manifest says.
         """
-        start, end = container.chunk_range(self.manifest.payload, index)
-        try:
-            with self.payload_path.open("rb") as file:
-                file.seek(start)
-                data = file.read(end - start)
-        except OSError as error:
-            raise StoreError(f"chunk {index}: {error.strerror}", chunk=index) from error
-        if len(data) != end - start:
-            raise StoreError(f"chunk {index}: the stored payload is cut short", chunk=index)
-        return data
+        return FilePayload(self.payload_path, self.plan).read_chunk(index)
 
-    def read_sections(self) -> dict[str, bytes | memoryview]:
-        """Return every section's verified content by name.
-
-        Raises:
-            ContainerError: when stored bytes are no longer those of the manifest.
-            StoreError: when the file is gone or cannot be read.
-        """
-        try:
-            data = memoryview(self.payload_path.read_bytes())
-        except OSError as error:
-            raise StoreError(f"payload: {error.strerror}", path=str(self.payload_path)) from error
-        if len(data) != self.manifest.payload.length:
-            raise ContainerError(
-                f"payload: {len(data)} bytes on disk, the manifest says {self.manifest.payload.length}",
-                field="payload",
-            )
-        container.check_header(self.manifest.sections, data)
-        ranges = container.section_offsets(self.manifest.sections)
-        return {
-            section.name: container.read_section(section, data[slice(*ranges[section.name])])
-            for section in self.manifest.sections
-        }
+    @property
+    def sections(self) -> Sections:
+        """The verified sections, read one at a time."""
+        return Sections(self.manifest, self.plan, FilePayload(self.payload_path, self.plan))
 
 
 def _check_identity(artifact_id: bytes, encoded: bytes) -> None:
@@ -148,13 +134,18 @@ class ArtifactStore:
             self._partials.clear()
         self._lock_file.close()
 
-    def create(self, contents: Iterable[Content], chunk_size: int, describe: Callable[[Payload], Manifest]) -> Stored:
+    def create(
+        self,
+        contents: Iterable[Content],
+        chunk_size: int,
+        describe: Callable[[tuple[Section, ...], Payload], Manifest],
+    ) -> Stored:
         """Write a payload, describe it, and publish the artifact.
 
         Args:
             contents: the payload's sections in order.
             chunk_size: bytes a chunk.
-            describe: makes the manifest once the payload's digests are known.
+            describe: makes the manifest once the digests of sections and payload are known.
 
         Raises:
             StoreError: when the disk refuses; nothing is published then.
@@ -163,10 +154,10 @@ class ArtifactStore:
         try:
             aside.mkdir()
             with (aside / PAYLOAD_FILE).open("xb") as file:
-                payload = container.write_payload(contents, file.write, chunk_size)
+                sections, payload = container.write_payload(contents, file.write, chunk_size)
                 file.flush()
                 os.fsync(file.fileno())
-            encoded = manifest.encode(describe(payload))
+            encoded = manifest.encode(describe(sections, payload))
             write_atomic(aside / MANIFEST_FILE, encoded)
             return self._publish(aside, manifest.artifact_id(encoded), Record(time.time(), 0.0, None, None))
         except OSError as error:
@@ -192,7 +183,7 @@ class ArtifactStore:
             if artifact_id in self._partials:
                 return self._partials[artifact_id]
             decoded = manifest.decode(encoded)
-            container.check_plan(decoded)
+            make_plan(decoded)
             path = self._path("partial", artifact_id)
             size = len(encoded) + decoded.payload.length
             self._check_open_files()
@@ -243,13 +234,7 @@ class ArtifactStore:
         """
         partial = self.partial(artifact_id)
         start = time.perf_counter()
-        try:
-            partial.verify()
-        except IntegrityError as error:
-            if error.fields.get("chunk") is None:
-                # No retry of the same chunks can mend a manifest that contradicts itself.
-                self.drop(artifact_id)
-            raise
+        partial.verify()
         verify_ms = (time.perf_counter() - start) * 1000
         with self._lock:
             if self._partials.get(artifact_id) is not partial:
@@ -262,11 +247,11 @@ class ArtifactStore:
                 (partial.path / "chunks").unlink(missing_ok=True)
                 record = Record(time.time(), verify_ms, account, traffic, self._ownership.owner(artifact_id))
                 stored = self._publish(partial.path, artifact_id, record)
-                # Only now: the record names the owner as well, so at no moment does nothing.
-                (stored.payload_path.parent / OWNER_FILE).unlink(missing_ok=True)
-                return stored
+                # Only now that the record names the owner: at no moment does nothing name it.
+                (stored.path / OWNER_FILE).unlink(missing_ok=True)
             except OSError as error:
                 raise self._failed(error) from error
+            return stored
 
     def get(self, artifact_id: bytes) -> Stored:
         """Return a published artifact.
@@ -284,7 +269,7 @@ class ArtifactStore:
         except (OSError, msgspec.MsgspecError) as error:
             raise StoreError(f"artifact {artifact_id.hex()}: {error}", artifact=artifact_id.hex()) from error
         _check_identity(artifact_id, encoded)
-        return Stored(artifact_id, manifest.decode(encoded), encoded, record, path / PAYLOAD_FILE)
+        return Stored(artifact_id, manifest.decode(encoded), encoded, record, path)
 
     def ids(self) -> list[bytes]:
         """Return the ids of all published artifacts, sorted."""

@@ -90,12 +90,12 @@ class Answerer:
 
     def _rebuild(self, stored: Stored) -> Preparation:
         start = time.perf_counter()
-        prefix = reconstruct.prefix_cache(stored.manifest, stored.read_sections())
+        prefix = reconstruct.prefix_cache(stored.manifest, stored.sections)
         return _kept(prefix, reused_tokens=prefix.offset, reconstruct_ms=_since(start))
 
     def _read(self, stored: Stored) -> Generator[int, None, Preparation]:
         start = time.perf_counter()
-        message = reconstruct.message(stored.manifest, stored.read_sections())
+        message = reconstruct.message(stored.manifest, stored.sections)
         ids = self._model.prompt.prefix(message.text, message.system)
         reconstruct_ms = _since(start)
         start = time.perf_counter()

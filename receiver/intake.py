@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvferry.core import container, manifest
+from kvferry.core import manifest
 from kvferry.core.compat import Profile, Verdict, judge
 from kvferry.core.errors import ContainerError, InvalidRequestError, NotFoundError
 from kvferry.core.ledger import SenderAccount, account_from_json
 from kvferry.core.metrics import ReceiverMetrics
+from kvferry.core.plan import make_plan
 from kvferry.core.store import ArtifactStore, Stored
 from kvferry.core.tokens import Token
 
@@ -51,7 +52,7 @@ class Intake:
 
     def _judge(self, encoded: bytes, owner: Token | None) -> Judgement:
         decoded = manifest.decode(encoded)
-        container.check_plan(decoded)
+        make_plan(decoded)
         artifact_id = manifest.artifact_id(encoded)
         verdict = judge(decoded, self._profile)
         if not verdict.accepted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -11,10 +10,9 @@ from kvferry.core import container
 from kvferry.core.digests import digest
 from kvferry.core.errors import ContainerError
 from kvferry.core.manifest import LayerLayout, Manifest
+from kvferry.core.payloads import Sections
 from kvferry.engine.cache import PrefixCache, PrefixLayer
 from kvferry.engine.tensors import from_bytes
-
-Sections = Mapping[str, bytes | memoryview]
 
 
 @dataclass(frozen=True)
@@ -31,12 +29,15 @@ def message(manifest: Manifest, sections: Sections) -> Message:
     Raises:
         ContainerError: when it is not UTF-8 or not the text that the manifest speaks of.
     """
-    system = bytes(sections[container.SYSTEM])
+    system = bytes(sections.read(container.SYSTEM))
     if digest(system) != manifest.prompt.system:
         raise ContainerError(
             f"section {container.SYSTEM}: not the system prompt of the manifest", field="prompt.system"
         )
-    return Message(_decode(container.SYSTEM, system), _decode(container.TEXT, bytes(sections.get(container.TEXT, b""))))
+    return Message(
+        _decode(container.SYSTEM, system),
+        _decode(container.TEXT, bytes(sections.read(container.TEXT)) if container.TEXT in sections else b""),
+    )
 
 
 def prefix_cache(manifest: Manifest, sections: Sections) -> PrefixCache:
@@ -47,7 +48,7 @@ def prefix_cache(manifest: Manifest, sections: Sections) -> PrefixCache:
     """
     if manifest.prefix is None or manifest.layout is None:
         raise ContainerError(f"form: a {manifest.form} artifact holds no cache", field="form")
-    if digest(sections[container.IDS]) != manifest.prefix.ids:
+    if digest(sections.read(container.IDS)) != manifest.prefix.ids:
         raise ContainerError(f"section {container.IDS}: not the ids of the manifest", field="prefix.ids")
     layers = tuple(_layer(index, layout, sections) for index, layout in enumerate(manifest.layout))
     mx.eval([(layer.keys, layer.values) for layer in layers])
@@ -56,15 +57,15 @@ def prefix_cache(manifest: Manifest, sections: Sections) -> PrefixCache:
 
 def _layer(index: int, layout: LayerLayout, sections: Sections) -> PrefixLayer:
     keys = from_bytes(
-        sections[container.keys_name(index)], layout.dtype, (1, layout.kv_heads, layout.rows, layout.key_dim)
+        sections.read(container.keys_name(index)), layout.dtype, (1, layout.kv_heads, layout.rows, layout.key_dim)
     )
     values = from_bytes(
-        sections[container.values_name(index)], layout.dtype, (1, layout.kv_heads, layout.rows, layout.value_dim)
+        sections.read(container.values_name(index)), layout.dtype, (1, layout.kv_heads, layout.rows, layout.value_dim)
     )
     if layout.positions == "contiguous":
         return PrefixLayer(keys, values)
     name = container.positions_name(index)
-    positions = from_bytes(sections[name], "I32", (layout.kv_heads, layout.rows))
+    positions = from_bytes(sections.read(name), "I32", (layout.kv_heads, layout.rows))
     ascending = mx.all(positions[:, 1:] > positions[:, :-1]).item() if layout.rows > 1 else True
     inside = mx.all((positions >= 0) & (positions < layout.offset)).item()
     if not (ascending and inside):

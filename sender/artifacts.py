@@ -124,9 +124,8 @@ class ArtifactMaker:
         else:
             contents = tuple(kv_contents(material.cache, reading.ids))
             kv_groups = self._kv_groups(reading, material)
-        sections = tuple(content.section for content in contents)
 
-        def describe(payload: Payload) -> Manifest:
+        def describe(sections: tuple[Section, ...], payload: Payload) -> Manifest:
             plain = self._text_manifest(request, material, sections, payload)
             return msgspec.structs.replace(plain, **kv_groups)
 

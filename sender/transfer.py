@@ -5,22 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass
 
 import grpc
 import msgspec
 
-from kvferry.core import channel, container, request_ids, rpc, wire
+from kvferry.core import channel, request_ids, rpc, wire
 from kvferry.core.addresses import Address
 from kvferry.core.compat import Verdict
-from kvferry.core.errors import DeadlineError, IntegrityError, KvferryError, RefusedError, TransferError
+from kvferry.core.errors import (
+    IntegrityError,
+    KvferryError,
+    NotFoundError,
+    PeerError,
+    RefusedError,
+    StoreError,
+    TransferError,
+)
 from kvferry.core.ledger import SenderAccount, Traffic, to_json
 from kvferry.core.metrics import SenderMetrics
 from kvferry.core.store import Stored
 from kvferry.core.tls import PeerSecurity
 from kvferry.proto.v1 import receiver_service_pb2 as pb
 from kvferry.proto.v1 import receiver_service_pb2_grpc as pb_grpc
+from kvferry.sender.put_call import acknowledgements
 from kvferry.sender.reading import Progress
 
 ATTEMPTS = 4
@@ -60,6 +69,7 @@ class Transfer:
         self._metrics = metrics
         self._security = security
         self._tried: set[int] = set()
+        self._unreadable: StoreError | None = None
         self.delivery = Delivery()
 
     async def run(self) -> AsyncGenerator[Progress, None]:
@@ -73,10 +83,11 @@ class Transfer:
             stub = pb_grpc.ReceiverServiceStub(peer)
             for attempt in range(1, ATTEMPTS + 1):
                 try:
-                    async for progress in self._attempt(stub):
-                        yield progress
+                    async with contextlib.aclosing(self._attempt(stub)) as steps:
+                        async for progress in steps:
+                            yield progress
                 except KvferryError as error:
-                    if not error.retryable or attempt == ATTEMPTS:
+                    if not (error.retryable or _overtaken(error)) or attempt == ATTEMPTS:
                         raise
                     await asyncio.sleep(max(_FIRST_PAUSE_SECONDS * 2**attempt, _asked_pause(error)))
                 else:
@@ -88,7 +99,7 @@ class Transfer:
         missing = await self._offer(stub)
         if missing is None:
             return
-        async with contextlib.aclosing(self._put(stub, missing)) as steps:
+        async with contextlib.aclosing(self._put(missing)) as steps:
             async for progress in steps:
                 yield progress
         self.delivery.transfer_ms += (time.perf_counter() - start) * 1000
@@ -109,36 +120,42 @@ class Transfer:
         verdict = wire.verdict_from_message(response.verdict)
         if not response.verdict.accepted:
             raise refusal(verdict)
-        return None if response.committed else wire.ranges_from_message(response.missing)
+        return None if response.committed else self._check_ranges(wire.ranges_from_message(response.missing))
 
-    async def _put(
-        self, stub: pb_grpc.ReceiverServiceAsyncStub, missing: list[tuple[int, int]]
-    ) -> AsyncGenerator[Progress, None]:
+    def _check_ranges(self, missing: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        count, last = self._stored.plan.count, 0
+        for start, end in missing:
+            if not last <= start < end <= count:
+                raise PeerError(
+                    f"{self._receiver}: asks for chunks {start}..{end} after {last}, the payload has {count}",
+                    peer=str(self._receiver),
+                )
+            last = end
+        return missing
+
+    async def _put(self, missing: list[tuple[int, int]]) -> AsyncGenerator[Progress, None]:
         wanted = [index for start, end in missing for index in range(start, end)]
         if not wanted:
             return
         payload = self._stored.manifest.payload
-        sizes = {index: container.chunk_range(payload, index) for index in wanted}
+        sizes = {index: self._stored.plan.range(index) for index in wanted}
         total = payload.length
         done = total - sum(end - start for start, end in sizes.values())
         yield Progress("transfer", done, total)
-        call = stub.Put(self._chunks(wanted), metadata=request_ids.outgoing())
         pending = set(wanted)
-        try:
-            with rpc.translating(str(self._receiver), "Put"):
-                while True:
-                    response = await self._next_acknowledgement(call)
-                    if response is None:
-                        break
-                    if response.index not in pending:
-                        raise TransferError(f"chunk {response.index}: acknowledged without being sent")
-                    pending.discard(response.index)
-                    start, end = sizes[response.index]
-                    done += end - start
-                    self.delivery.moved_bytes += end - start
-                    yield Progress("transfer", done, total)
-        finally:
-            call.cancel()
+        responses = acknowledgements(self._receiver, self._security, self._chunks(wanted), self._seconds)
+        async with contextlib.aclosing(responses):
+            async for response in responses:
+                self._metrics.received("control", response.ByteSize())
+                if response.index not in pending:
+                    raise TransferError(f"chunk {response.index}: acknowledged without being sent")
+                pending.discard(response.index)
+                start, end = sizes[response.index]
+                done += end - start
+                self.delivery.moved_bytes += end - start
+                yield Progress("transfer", done, total)
+        if self._unreadable is not None:
+            raise self._unreadable
         if pending:
             raise TransferError(
                 f"chunk {min(pending)}: not acknowledged, {len(pending)} in all",
@@ -146,22 +163,14 @@ class Transfer:
                 missing=len(pending),
             )
 
-    async def _next_acknowledgement(
-        self, call: grpc.aio.StreamStreamCall[pb.PutRequest, pb.PutResponse]
-    ) -> pb.PutResponse | None:
-        try:
-            async with asyncio.timeout(self._seconds):
-                response = await call.read()
-        except TimeoutError as error:
-            raise DeadlineError(f"{self._receiver}: no acknowledgement for {self._seconds:g} s") from error
-        if not isinstance(response, pb.PutResponse):
-            return None
-        self._metrics.received("control", response.ByteSize())
-        return response
-
-    async def _chunks(self, wanted: Iterable[int]) -> AsyncIterator[pb.PutRequest]:
+    def _chunks(self, wanted: Iterable[int]) -> Iterator[pb.PutRequest]:
         for index in wanted:
-            data = await asyncio.to_thread(self._stored.read_chunk, index)
+            try:
+                data = self._stored.read_chunk(index)
+            except StoreError as error:
+                # Raised here, it would reach nobody but gRPC's log.
+                self._unreadable = error
+                return
             request = pb.PutRequest(artifact_id=self._stored.artifact_id, index=index, data=data)
             self._metrics.sent("resent" if index in self._tried else "payload", len(data))
             self._metrics.sent("control", request.ByteSize() - len(data))
@@ -198,6 +207,11 @@ def refusal(verdict: Verdict) -> RefusedError:
     """Return the error for a verdict: the first reasons in the message, more of them in the fields."""
     shown = "; ".join(str(reason) for reason in verdict.reasons[:_SHOWN_REASONS])
     more = len(verdict.reasons) - _SHOWN_REASONS
-    tail = f"; and {more} more" if more > 0 else ""
+    tail = f"; and {more} more" if more > 0 else "" if shown else "the receiver gives no reason"
     carried = msgspec.json.encode(verdict.reasons[:_CARRIED_REASONS]).decode()
     return RefusedError(f"refused: {shown}{tail}", verdict_json=carried, reasons=len(verdict.reasons))
+
+
+def _overtaken(error: KvferryError) -> bool:
+    """Whether another transfer may have committed the artifact at the receiver meanwhile; a new offer tells."""
+    return isinstance(error, NotFoundError | StoreError) and isinstance(error.__cause__, grpc.RpcError)

@@ -25,7 +25,6 @@ special. An answer ends with ``<|im_end|>`` or ``<|endoftext|>``.
 
 Nothing here is imported before a fixture needs it: the tests of core and client run without MLX.
 """
-# ruff: noqa: PLC0415  (see the last line above)
 
 from __future__ import annotations
 

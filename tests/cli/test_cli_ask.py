@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +17,9 @@ from click.testing import Result
 from kvferry.cli import output
 
 Run = Callable[..., Result]
+VIEW = str(Path(__file__).resolve().parents[2] / ".dev")
 LEDGER = (
-    "B1 (kv) · on the wire 1.1 kB · 8.03 times smaller than the dense cache · read 9 tokens, reused 40 · "
+    "B1 (kv) · on the wire 1.1 kB · dense cache 9.0 kB (ratio 8.03) · read 9 tokens, reused 40 · "
     "first token 4 ms · total 9 ms · 4 tokens (stop)\n"
 )
 
@@ -84,3 +90,19 @@ def test_a_fallback_is_said(ask: Run, daemons: Any, fakes: Any) -> None:
 def test_a_wrong_command_line_asks_nothing(ask: Run, daemons: Any, words: list[str]) -> None:
     assert ask(*words).exit_code == 2
     assert daemons.receiver.requests == []
+
+
+def test_ctrl_c_stops_the_receiver_and_is_quiet(daemons: Any, fakes: Any) -> None:
+    daemons.receiver.script = daemons.receiver.endless
+    asking = subprocess.Popen(
+        [sys.executable, "-m", "kvferry.cli", "ask", fakes.ARTIFACT.hex(), "Which?", "--receiver", daemons.address],
+        env=os.environ | {"PYTHONPATH": VIEW},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert daemons.receiver.begun.acquire(timeout=60)
+    asking.send_signal(signal.SIGINT)
+    assert asking.communicate(timeout=60) == ("", "")
+    assert asking.returncode == 130
+    assert daemons.receiver.ended.acquire(timeout=5)

@@ -173,6 +173,7 @@ class FakeReceiver(ReceiverServiceServicer):
         self.held = [ARTIFACT, OTHER]
         self.requests: list[Any] = []
         self.dropped: list[bytes] = []
+        self.begun = threading.Semaphore(0)
         self.ended = threading.Semaphore(0)
         self.running = 0
         self.most_running = 0
@@ -203,7 +204,9 @@ class FakeReceiver(ReceiverServiceServicer):
             self.requests.append(request)
             self.running += 1
             self.most_running = max(self.most_running, self.running)
-        context.add_callback(self.ended.release)
+        self.begun.release()
+        if not context.add_callback(self.ended.release):
+            self.ended.release()
         try:
             yield from self.script(request, context)
         finally:

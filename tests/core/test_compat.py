@@ -350,8 +350,19 @@ def test_text_is_accepted_by_any_model(
     text_example: Callable[..., Any], zstd_example: Callable[..., Any], profile: Profile
 ) -> None:
     for receiver in strangers(profile):
-        assert judge(text_example().manifest, receiver) == Verdict(())
-        assert judge(zstd_example().manifest, receiver) == Verdict(())
+        for manifest in (text_example().manifest, zstd_example().manifest):
+            anew = change(manifest, method=change(manifest.method, consume="prefill"))
+            assert judge(anew, receiver) == Verdict(())
+
+
+def test_text_that_is_read_once_needs_a_cache_that_can_be_kept(
+    text_example: Callable[..., Any], profile: Profile
+) -> None:
+    manifest = text_example().manifest
+    once = change(manifest, method=change(manifest.method, consume="prefill_once"))
+    assert judge(once, profile) == Verdict(())
+    verdict = judge(once, replace(profile, unsupported="layer 3 is a RotatingKVCache"))
+    check(verdict, ReasonCode.LAYOUT_UNSUPPORTED, "method.consume", "prefill_once", "layer 3 is a RotatingKVCache")
 
 
 def test_text_is_refused_for_its_prompt_and_its_size_only(text_example: Callable[..., Any], profile: Profile) -> None:

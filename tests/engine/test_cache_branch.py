@@ -15,7 +15,7 @@ from kvferry.engine.cache import BranchCache, PrefixCache, PrefixLayer
 from kvferry.engine.generate import Answer, Sampling
 from kvferry.engine.model import LoadedModel
 
-DOCUMENT = "The access code of the north warehouse is 4417. " * 6
+DOCUMENT = "The access code of the north warehouse is 4417. " * 3
 QUESTIONS = ("What is the access code?", "Who keeps the keys, and when?")
 
 
@@ -32,12 +32,12 @@ def model(tiny_model: Callable[..., LoadedModel]) -> LoadedModel:
     return tiny_model("llama", heads=9, kv_heads=3, seed=5)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def prefix(model: LoadedModel) -> PrefixCache:
     return drain(model.prefill(model.prompt.prefix(DOCUMENT)))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def selected(prefix: PrefixCache) -> PrefixCache:
     rng = np.random.default_rng(1)
     heads = prefix.layers[0].keys.shape[1]

@@ -28,15 +28,14 @@ Kept = list[np.ndarray[Any, Any]]
 
 
 class Case:
-    """A model, a prefix that it has read, and two sets of fresh tokens."""
+    """A model, a prefix that it has read, and randomness for the rest."""
 
-    def __init__(self, model: Any, kv_heads: int, seed: int) -> None:
-        rng = np.random.default_rng(seed)
+    def __init__(self, model: Any, kv_heads: int, ids: list[int], prefix: PrefixCache) -> None:
         self.model = model
         self.kv_heads = kv_heads
-        self.rng = rng
-        self.ids = [int(token) for token in rng.integers(0, VOCABULARY, TOKENS)]
-        self.prefix: PrefixCache = drain(prefill(model, self.ids, 20))
+        self.ids = ids
+        self.prefix = prefix
+        self.rng = np.random.default_rng(11)
 
     def question(self, count: int) -> list[int]:
         return [int(token) for token in self.rng.integers(0, VOCABULARY, count)]
@@ -56,8 +55,8 @@ def drain(generator: Generator[Any, None, Any]) -> Any:
             return end.value
 
 
-@pytest.fixture(params=sorted(CASES))
-def case(request: pytest.FixtureRequest, random_model: Callable[..., Any]) -> Case:
+@pytest.fixture(scope="module", params=sorted(CASES))
+def read(request: pytest.FixtureRequest, random_model: Callable[..., Any]) -> tuple[Any, int, list[int], PrefixCache]:
     model_type, heads, kv_heads = CASES[request.param]
     config = {
         "model_type": model_type,
@@ -73,7 +72,14 @@ def case(request: pytest.FixtureRequest, random_model: Callable[..., Any]) -> Ca
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
     }
-    return Case(random_model(config, seed=7), kv_heads, seed=11)
+    model = random_model(config, seed=7)
+    ids = [int(token) for token in np.random.default_rng(12).integers(0, VOCABULARY, TOKENS)]
+    return model, kv_heads, ids, drain(prefill(model, ids, 20))
+
+
+@pytest.fixture
+def case(read: tuple[Any, int, list[int], PrefixCache]) -> Case:
+    return Case(*read)
 
 
 def oracle(case: Case, question: Sequence[int], kept: Kept) -> np.ndarray[Any, Any]:

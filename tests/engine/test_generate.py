@@ -126,7 +126,7 @@ def test_tokens_come_as_often_as_they_should(tokenizer: Any, temperature: float,
     likely = np.array([0.5, 0.3, 0.15, 0.05])
     logits = np.full(VOCABULARY, -np.inf)
     logits[10:14] = np.log(likely) + 3.0
-    count = 2000
+    count = 1000
     kept = likely.copy()
     if top_p < 1.0:
         nucleus = int(np.searchsorted(np.cumsum(likely), top_p)) + 1

@@ -66,14 +66,31 @@ def test_the_manifest_is_canonical_and_names_the_artifact(shop: Any, method: str
     stored = shop.make(method, DOCUMENT).stored
     assert manifests.decode(stored.encoded) == stored.manifest
     assert digest(stored.encoded) == stored.artifact_id
-    assert digest(stored.payload_path.read_bytes()) == stored.manifest.payload.digest
+    assert stored.manifest.payload.length == stored.payload_path.stat().st_size
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_chunk_digests_are_those_of_the_file_cut_at_every_section(shop: Any, method: str) -> None:
+    stored = shop.make(method, DOCUMENT).stored
+    data, payload = stored.payload_path.read_bytes(), stored.manifest.payload
+    lengths = [8 + int.from_bytes(data[:8], "little"), *(section.length for section in stored.manifest.sections)]
+    joined: list[bytes] = []
+    start = 0
+    for length in lengths:
+        part = data[start : start + length]
+        joined.extend(digest(part[at : at + 1024]) for at in range(0, length, 1024))
+        start += length
+    assert start == len(data)
+    assert payload.chunks == b"".join(joined)
+    assert payload.digest == digest(payload.chunks)
+    assert payload.chunk_size == 1024
 
 
 @pytest.mark.parametrize("system", [DEFAULT_SYSTEM, "", "Réponds en français: 門 🚢"])
 def test_a0_sends_nothing_of_the_document(shop: Any, system: str) -> None:
     stored = shop.make("A0", DOCUMENT, system).stored
     assert [section.name for section in stored.manifest.sections] == [SYSTEM]
-    assert stored.read_sections()[SYSTEM] == system.encode()
+    assert stored.sections.read(SYSTEM) == system.encode()
     assert b"4417" not in stored.payload_path.read_bytes()
 
 
@@ -82,9 +99,8 @@ def test_a0_sends_nothing_of_the_document(shop: Any, system: str) -> None:
 def test_text_arrives_byte_for_byte(shop: Any, method: str, text: str) -> None:
     stored = shop.make(method, text, "Answer.").stored
     assert [section.name for section in stored.manifest.sections] == [SYSTEM, TEXT]
-    sections = stored.read_sections()
-    assert bytes(sections[TEXT]) == text.encode()
-    assert bytes(sections[SYSTEM]) == b"Answer."
+    assert bytes(stored.sections.read(TEXT)) == text.encode()
+    assert bytes(stored.sections.read(SYSTEM)) == b"Answer."
 
 
 def test_a1_and_b0_carry_the_text_and_nothing_but_the_header(shop: Any) -> None:
@@ -382,7 +398,7 @@ def test_a_sliding_window_model_sends_text_and_refuses_its_cache_by_name(
         shop.make("B1", DOCUMENT)
     assert shop.store.ids() == []
     stored = shop.make("A1", DOCUMENT).stored
-    assert bytes(stored.read_sections()[TEXT]) == DOCUMENT.encode()
+    assert bytes(stored.sections.read(TEXT)) == DOCUMENT.encode()
 
 
 def test_params_in_the_manifest_are_those_of_the_method(shop: Any) -> None:

@@ -13,7 +13,7 @@ import grpc
 import msgspec
 import pytest
 
-from kvferry.core import addresses, channel, container, errors, rpc, wire
+from kvferry.core import addresses, channel, errors, rpc, wire
 from kvferry.core.compat import Reason, ReasonCode, Verdict
 from kvferry.core.ledger import SenderAccount, account_from_json
 from kvferry.core.metrics import SenderMetrics
@@ -40,7 +40,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def stored(workshop: Callable[..., Any], tiny_model: Callable[..., LoadedModel]) -> Stored:
     """An artifact of a few dozen chunks."""
     artifact = workshop(tiny_model("llama"), chunk_bytes=1024).make("B1", "The ferry leaves at dawn. " * 4)
-    assert container.chunk_count(artifact.stored.manifest.payload) > 20
+    assert artifact.stored.plan.count > 20
     return artifact.stored
 
 
@@ -70,7 +70,7 @@ class FakeReceiver(pb_grpc.ReceiverServiceServicer):
 
     @property
     def count(self) -> int:
-        return container.chunk_count(self.stored.manifest.payload)
+        return self.stored.plan.count
 
     @property
     def sent(self) -> list[int]:
@@ -107,7 +107,7 @@ class FakeReceiver(pb_grpc.ReceiverServiceServicer):
             assert request.artifact_id == self.stored.artifact_id
             self.puts[-1].append(request.index)
             said = await self.taking(context, number, request.index) if self.taking else None
-            container.check_chunk(self.stored.manifest.payload, request.index, request.data)
+            self.stored.plan.check(request.index, request.data)
             self.chunks[request.index] = request.data
             if said is not False:
                 yield pb.PutResponse(index=request.index)
@@ -191,7 +191,8 @@ async def test_progress_counts_bytes_and_never_goes_back(road: Road, stored: Sto
     assert list(dict.fromkeys(step.stage for step in road.progress)) == ["offer", "transfer", "commit"]
     done = [step.done for step in road.progress if step.stage == "transfer"]
     payload = stored.manifest.payload
-    assert done == [min(index * 1024, payload.length) for index in range(road.receiver.count + 1)]
+    assert done == [0, *(stored.plan.range(index)[1] for index in range(road.receiver.count))]
+    assert done[-1] == payload.length
     assert {step.total for step in road.progress if step.stage == "transfer"} == {payload.length}
     assert road.progress[-1] == Progress("commit", 1, 1)
 
@@ -474,7 +475,7 @@ async def test_chunks_that_do_not_exist_are_not_sent(road: Road, ranges: list[tu
 
     road.receiver.change_offer = ask_for_more
     start = time.perf_counter()
-    with pytest.raises(errors.TransferError, match=r"chunks: the receiver asks for .*, the payload has \d+"):
+    with pytest.raises(errors.PeerError, match=r"asks for chunks \d+\.\.\d+ .*, the payload has \d+"):
         await road.drive()
     assert time.perf_counter() - start < 5
     assert road.receiver.puts == []
@@ -483,7 +484,7 @@ async def test_chunks_that_do_not_exist_are_not_sent(road: Road, ranges: list[tu
 
 def cut_short(stored: Stored) -> None:
     data = stored.payload_path.read_bytes()
-    stored.payload_path.write_bytes(data[: 10 * 1024])
+    stored.payload_path.write_bytes(data[: stored.plan.range(10)[1] - 1])
 
 
 def remove(stored: Stored) -> None:
@@ -504,7 +505,7 @@ async def test_a_payload_that_cannot_be_read_here_says_so(
 
 async def test_a_bit_that_flipped_on_disk_is_never_delivered(road: Road, stored: Stored) -> None:
     data = bytearray(stored.payload_path.read_bytes())
-    data[11 * 1024 + 5] ^= 1
+    data[stored.plan.range(11)[0] + 5] ^= 1
     stored.payload_path.write_bytes(data)
     with pytest.raises(errors.IntegrityError, match="^chunk 11: digest") as caught:
         await road.drive()

@@ -1,0 +1,95 @@
+"""Where payload bytes are: in a file that outlives the process, or in memory. Chunk by chunk, verified when read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+from kvferry.core import container
+from kvferry.core.errors import ContainerError, IntegrityError, StoreError
+from kvferry.core.manifest import Manifest, Section
+from kvferry.core.plan import Plan
+
+
+class Payload(Protocol):
+    """A whole payload, readable by chunk."""
+
+    def read_chunk(self, index: int) -> bytes:
+        """Return a chunk as it is stored, not verified.
+
+        Raises:
+            ContainerError: when there is no such chunk.
+            StoreError: when it cannot be read.
+        """
+
+
+class FilePayload:
+    """A payload in a file."""
+
+    def __init__(self, path: Path, plan: Plan) -> None:
+        self._path = path
+        self._plan = plan
+
+    def read_chunk(self, index: int) -> bytes:
+        """Return a chunk as it is on disk."""
+        start, end = self._plan.range(index)
+        try:
+            with self._path.open("rb", buffering=0) as file:
+                data = os.pread(file.fileno(), end - start, start)
+        except OSError as error:
+            raise StoreError(f"chunk {index}: {error.strerror}", chunk=index) from error
+        if len(data) != end - start:
+            raise StoreError(f"chunk {index}: the stored payload is cut short", chunk=index)
+        return data
+
+
+class MemoryPayload:
+    """A payload in memory: the chunks as they came, never copied."""
+
+    def __init__(self, chunks: tuple[bytes, ...]) -> None:
+        self._chunks = chunks
+
+    def read_chunk(self, index: int) -> bytes:
+        """Return a chunk."""
+        if not 0 <= index < len(self._chunks):
+            raise ContainerError(
+                f"chunk {index}: the payload has {len(self._chunks)} chunks",
+                field="index",
+                value=index,
+                limit=len(self._chunks),
+            )
+        return self._chunks[index]
+
+
+class Sections:
+    """The verified sections of a stored artifact, read one at a time."""
+
+    def __init__(self, manifest: Manifest, plan: Plan, payload: Payload) -> None:
+        self._sections: dict[str, Section] = {section.name: section for section in manifest.sections}
+        self._plan = plan
+        self._payload = payload
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sections
+
+    def read(self, name: str) -> bytes | memoryview:
+        """Return a section's verified content.
+
+        Raises:
+            ContainerError: when stored bytes are no longer those of the manifest, or there is no such section.
+            StoreError: when they cannot be read.
+        """
+        section = self._sections.get(name)
+        if section is None:
+            raise ContainerError(f"section {name}: the artifact has none of this name", field=name)
+        first, end = self._plan.section_chunks[name]
+        chunks = []
+        for index in range(first, end):
+            data = self._payload.read_chunk(index)
+            try:
+                self._plan.check(index, data)
+            except IntegrityError as error:
+                raise IntegrityError(f"section {name}: {error.message}", **{**error.fields, "field": name}) from error
+            chunks.append(data)
+        return container.decode_section(section, chunks[0] if len(chunks) == 1 else b"".join(chunks))
