@@ -25,6 +25,7 @@ COMMANDS = {
     "inspect": "Show the manifest of a stored artifact.",
     "methods": "List the methods that documents can be sent with.",
     "models": "List, add, find and remove the models of the catalogue.",
+    "certs": "Make certificates and tokens, so that only your own machines can connect.",
     "doctor": "Check this machine, a configuration and the way to a peer.",
 }
 _JSON = "kvferry.json"

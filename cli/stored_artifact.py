@@ -17,9 +17,8 @@ from kvferry.core.limits import MAX_MANIFEST_BYTES
 from kvferry.core.manifest import Manifest
 from kvferry.core.partial import MANIFEST_FILE, PAYLOAD_FILE
 from kvferry.core.plan import make_plan
-from kvferry.core.store import Record
+from kvferry.core.stored import RECORD_FILE, Record
 
-_RECORD_FILE = "record.json"
 _STATES = {"artifacts": "committed", "partial": "on its way in"}
 _WHOLE_ID = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 _ID_OR_PREFIX = re.compile(rf"[0-9a-f]{{8,{2 * DIGEST_BYTES}}}")
@@ -111,7 +110,7 @@ def read(path: Path, also_in: tuple[Path, ...] = ()) -> StoredArtifact:
     payload = path.with_name(PAYLOAD_FILE)
     payload_bytes = payload.stat().st_size if payload.is_file() else None
     state = _STATES.get(path.parents[1].name, "outside a store") if len(path.parents) > 1 else "outside a store"
-    record, record_problem = _read_record(path.with_name(_RECORD_FILE))
+    record, record_problem = _read_record(path.with_name(RECORD_FILE))
     problems = list(_problems(path, encoded, decoded, payload_bytes))
     if state == "committed" and record_problem:
         problems.append(record_problem)

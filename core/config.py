@@ -36,6 +36,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         token_file: file of the token that this daemon shows to its peer.
         max_calls: calls that may run at the same time.
         store: directory of artifacts; "" is the user's data directory.
+        max_store_bytes: disk budget of the store; the least recently used artifacts go first. 0 is no limit.
+        ttl_seconds: how long an artifact stays without being used. 0 is for ever.
+        durable: whether an artifact is on disk, not only in the system's memory, before it counts as there.
         prefill_chunk: tokens a forward pass; both ends should agree.
         cache_bytes: memory for caches that are kept at hand.
         grace_seconds: how long calls may finish after SIGTERM.
@@ -55,6 +58,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     token_file: str = ""
     max_calls: Positive = 64
     store: str = ""
+    max_store_bytes: Annotated[int, Meta(ge=0)] = 64 * limits.GIB
+    ttl_seconds: Annotated[float, Meta(ge=0)] = 0.0
+    durable: bool = True
     prefill_chunk: Positive = 512
     cache_bytes: Annotated[int, Meta(ge=0)] = 4 * limits.GIB
     grace_seconds: Annotated[float, Meta(ge=0)] = 5.0
@@ -86,12 +92,14 @@ class ReceiverConfig(NodeConfig, frozen=True, kw_only=True):
     Attributes:
         max_payload_bytes: largest payload taken in.
         max_answer_tokens: most tokens that one answer may ask for.
+        parity: when the manifest's probe is repeated on a rebuilt cache: the first time on this node, always or never.
         ledger: file that gets one JSON line an answer; "" is ledger.jsonl in the store.
     """
 
     listen: str = f"127.0.0.1:{RECEIVER_PORT}"
     max_payload_bytes: Annotated[int, Meta(ge=1, le=limits.MAX_PAYLOAD_BYTES)] = limits.MAX_PAYLOAD_BYTES
     max_answer_tokens: Positive = 4096
+    parity: Literal["first", "always", "never"] = "first"
     ledger: str = ""
 
 

@@ -10,6 +10,8 @@
     ├── RefusedError           the receiver's verdict is "refused"
     ├── TransferError          a transfer stopped before it was complete
     ├── StoreError             the artifact store cannot read or write
+    │   └── QuarantinedError   an artifact was put aside because it could not be trusted
+    ├── ParityError            a rebuilt cache does not give what the sender's gave
     ├── ModelError             a model cannot be loaded, fetched, converted or used
     ├── NotFoundError          no such artifact or document
     ├── TooLargeError          a size or count is over its limit
@@ -113,6 +115,20 @@ class StoreError(KvferryError):
 
     code = "STORE"
     status = "INTERNAL"
+
+
+class QuarantinedError(StoreError):
+    """Raised when an artifact was put aside because it could not be trusted. The message says why."""
+
+    code = "QUARANTINED"
+    status = "FAILED_PRECONDITION"
+
+
+class ParityError(KvferryError):
+    """Raised when a rebuilt cache does not give what the sender's gave. The fields hold the figures."""
+
+    code = "PARITY"
+    status = "DATA_LOSS"
 
 
 class ModelError(KvferryError):

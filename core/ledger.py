@@ -13,6 +13,7 @@ class SenderAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         dense_bf16_bytes: the document's dense bf16 cache: the yardstick of every ratio.
         prefill_ms, method_ms, encode_ms: spent when the artifact was made.
         transfer_ms: from Offer to the last acknowledged chunk.
+        fallback_reason: why this text was sent in place of the cache that was asked for.
     """
 
     prefill_tokens: int
@@ -21,6 +22,7 @@ class SenderAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     method_ms: float
     encode_ms: float
     transfer_ms: float
+    fallback_reason: str | None = None
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -90,6 +92,14 @@ class Rows(msgspec.Struct, frozen=True):
     max: int = 0
 
 
+class ParityFigures(msgspec.Struct, frozen=True):
+    """What the parity probe found on the rebuilt cache: KL in nats, whether the first token agrees, what is allowed."""
+
+    kl: float
+    top1: bool
+    bound: float
+
+
 class Ledger(msgspec.Struct, frozen=True):
     """The account of one answer. ``ratio`` is dense bf16 bytes over wire bytes: how many times less crossed.
 
@@ -113,6 +123,7 @@ class Ledger(msgspec.Struct, frozen=True):
     tokens: Tokens
     ms: Milliseconds
     rows: Rows
+    parity: ParityFigures | None
     resident_bytes: int
     finish_reason: str
     prompt_version: int

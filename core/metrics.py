@@ -21,7 +21,8 @@ from prometheus_client.registry import Collector
 
 from kvferry.core.compat import Verdict
 from kvferry.core.ledger import Ledger, SenderAccount
-from kvferry.core.store import ArtifactStore, Stored
+from kvferry.core.store import ArtifactStore
+from kvferry.core.stored import Stored
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 OTHER = "other"

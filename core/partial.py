@@ -28,8 +28,9 @@ _COUNTERS = struct.Struct("<QQ")
 class Partial:
     """The assembly of one artifact in its own directory. Thread-safe."""
 
-    def __init__(self, path: Path, encoded: bytes) -> None:
+    def __init__(self, path: Path, encoded: bytes, *, durable: bool = True) -> None:
         self.path = path
+        self._durable = durable
         self.manifest: Manifest = manifest.decode(encoded)
         self._lock = threading.Lock()
         self._closed = False
@@ -117,7 +118,8 @@ class Partial:
         with self._lock:
             self._check_open()
             self._verify_unseen()
-            os.fsync(self._payload)
+            if self._durable:
+                os.fsync(self._payload)
 
     def close(self) -> None:
         """Release the files. Later calls raise StoreError."""

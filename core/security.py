@@ -37,7 +37,9 @@ def for_server(config: NodeConfig) -> ServerSecurity:
     if config.token_file:
         tokens.read_secret(_path(config.token_file))
     if config.authority:
-        tls.read_authority(_path(config.authority))
+        from kvferry.core import certificates  # noqa: PLC0415  (loads cryptography, which only TLS needs)
+
+        certificates.read_authority(_path(config.authority))
     return ServerSecurity(_credentials(config), Gate(token_file, config.max_calls))
 
 
@@ -69,12 +71,14 @@ def for_peer(config: NodeConfig, peer: Address, configured: Address) -> PeerSecu
 def _credentials(config: NodeConfig) -> grpc.ServerCredentials | None:
     if not config.certificate:
         return None
+    from kvferry.core import certificates  # noqa: PLC0415
+
     certificate, key = _path(config.certificate), _path(config.key)
-    identity = tls.read_identity(certificate, key)
+    identity = certificates.read_identity(certificate, key)
     log = logger("security")
     if identity.expires - datetime.datetime.now(datetime.UTC) < _EXPIRY_WARNING:
         log.warning("certificate expires soon", path=str(certificate), expires=f"{identity.expires:%Y-%m-%d}")
-    if not tls.is_private(key):
+    if not certificates.is_private(key):
         log.warning("key can be read by other users of this machine", path=str(key))
     return tls.server_credentials(identity, _path(config.authority) if config.client_certificates else None)
 

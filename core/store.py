@@ -3,11 +3,13 @@
 ROOT/lock
 ROOT/artifacts/<id>/manifest.msgpack, payload.safetensors, record.json
 ROOT/partial/<id>/…        on their way in
+ROOT/quarantine/<id>/…     put aside, with reason.txt
 ROOT/aside/…               being written; emptied at start
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -15,9 +17,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -25,63 +25,27 @@ import msgspec
 from kvferry.core import container, limits, manifest
 from kvferry.core.container import Content
 from kvferry.core.digests import DIGEST_BYTES
-from kvferry.core.errors import IntegrityError, NotFoundError, StoreError, TooLargeError
+from kvferry.core.errors import (
+    IntegrityError,
+    KvferryError,
+    NotFoundError,
+    QuarantinedError,
+    StoreError,
+    TooLargeError,
+)
 from kvferry.core.files import fsync_directory, write_atomic
-from kvferry.core.ledger import SenderAccount, Traffic
+from kvferry.core.ledger import SenderAccount
 from kvferry.core.manifest import Manifest, Payload, Section
 from kvferry.core.ownership import OWNER_FILE, Ownership, owner_record
 from kvferry.core.partial import MANIFEST_FILE, PAYLOAD_FILE, Partial
-from kvferry.core.payloads import FilePayload, Sections
-from kvferry.core.plan import Plan, make_plan
+from kvferry.core.plan import make_plan
+from kvferry.core.retention import Retention
+from kvferry.core.stored import RECORD_FILE, Record, Stored
 from kvferry.core.tokens import Token
 
-_RECORD_FILE = "record.json"
+_REASON_FILE = "reason.txt"
+_KEPT = ("artifacts", "partial", "quarantine")
 _ID_NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
-
-
-class Record(msgspec.Struct, frozen=True):
-    """What is known of an artifact beside its manifest. ``owner`` is the token that it counts against."""
-
-    committed_at: float
-    verify_ms: float
-    account: SenderAccount | None
-    traffic: Traffic | None
-    owner: str | None = None
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A published artifact. ``path`` is its directory."""
-
-    artifact_id: bytes
-    manifest: Manifest
-    encoded: bytes
-    record: Record
-    path: Path
-
-    @cached_property
-    def plan(self) -> Plan:
-        """How the payload is cut into chunks."""
-        return make_plan(self.manifest)
-
-    @property
-    def payload_path(self) -> Path:
-        """The payload, a safetensors file."""
-        return self.path / PAYLOAD_FILE
-
-    def read_chunk(self, index: int) -> bytes:
-        """Return one payload chunk as it is stored.
-
-        Raises:
-            ContainerError: when there is no such chunk.
-            StoreError: when the file is gone, cannot be read or is shorter than the manifest says.
-        """
-        return FilePayload(self.payload_path, self.plan).read_chunk(index)
-
-    @property
-    def sections(self) -> Sections:
-        """The verified sections, read one at a time."""
-        return Sections(self.manifest, self.plan, FilePayload(self.payload_path, self.plan))
 
 
 def _check_identity(artifact_id: bytes, encoded: bytes) -> None:
@@ -96,15 +60,22 @@ def _holds(path: Path, data: bytes) -> bool:
 class ArtifactStore:
     """A directory of artifacts with one writing process. Thread-safe."""
 
-    def __init__(self, root: Path) -> None:
-        """Open the store, creating it if needed.
+    def __init__(self, root: Path, *, budget: int = 0, ttl_seconds: float = 0.0, durable: bool = True) -> None:
+        """Open the store, creating it if needed. What an earlier process left damaged is put into quarantine.
+
+        Args:
+            root: the directory.
+            budget: most bytes kept; the least recently used artifacts go first. 0 is no limit.
+            ttl_seconds: how long an artifact stays without being used. 0 is for ever.
+            durable: whether Commit waits for the disk. Without it a payload is in the system's memory when Commit
+                answers: it survives this process, and not a loss of power.
 
         Raises:
             StoreError: when the directory cannot be used or another process has it open.
         """
         self.root = root
         try:
-            for folder in ("artifacts", "partial", "aside"):
+            for folder in (*_KEPT, "aside"):
                 (root / folder).mkdir(parents=True, exist_ok=True)
             self._lock_file = (root / "lock").open("a")
         except OSError as error:
@@ -118,13 +89,16 @@ class ArtifactStore:
         try:
             shutil.rmtree(root / "aside")
             (root / "aside").mkdir()
-            for folder, owner_file in (("partial", OWNER_FILE), ("artifacts", _RECORD_FILE)):
+            for folder, owner_file in (("partial", OWNER_FILE), ("artifacts", RECORD_FILE)):
                 self._ownership.recover(root / folder, owner_file, (MANIFEST_FILE, PAYLOAD_FILE))
         except OSError as error:
             self._lock_file.close()
             raise self._failed(error) from error
         self._lock = threading.RLock()
         self._partials: dict[bytes, Partial] = {}
+        self._retention = Retention(budget, ttl_seconds)
+        self._durable = durable
+        self._recover()
 
     def close(self) -> None:
         """Release every file and the lock."""
@@ -150,11 +124,14 @@ class ArtifactStore:
         Raises:
             StoreError: when the disk refuses; nothing is published then.
         """
+        listed = tuple(contents)
+        with self._lock:
+            self._make_room(sum(content.length for content in listed))
         aside = self.root / "aside" / secrets.token_hex(8)
         try:
             aside.mkdir()
             with (aside / PAYLOAD_FILE).open("xb") as file:
-                sections, payload = container.write_payload(contents, file.write, chunk_size)
+                sections, payload = container.write_payload(listed, file.write, chunk_size)
                 file.flush()
                 os.fsync(file.fileno())
             encoded = manifest.encode(describe(sections, payload))
@@ -190,6 +167,7 @@ class ArtifactStore:
             try:
                 if not path.exists():
                     self._ownership.check(owner, size)
+                    self._make_room(size)
                     self._check_room(decoded.payload.length)
                     path.mkdir()
                     if owner is not None:
@@ -197,7 +175,8 @@ class ArtifactStore:
                         self._ownership.add(artifact_id, owner.name, size)
                 if not _holds(path / MANIFEST_FILE, encoded):
                     write_atomic(path / MANIFEST_FILE, encoded)
-                partial = Partial(path, encoded)
+                partial = Partial(path, encoded, durable=self._durable)
+                self._retention.add(artifact_id, size)
             except OSError as error:
                 raise self._failed(error) from error
             self._partials[artifact_id] = partial
@@ -260,10 +239,61 @@ class ArtifactStore:
             NotFoundError: when it is not here.
             StoreError: when its files cannot be read.
         """
+        self._sweep()
         path = self._path("artifacts", artifact_id)
+        if not path.exists():
+            self._raise_if_quarantined(artifact_id)
+        return self._read(path, artifact_id)
+
+    def get_quarantined(self, artifact_id: bytes) -> Stored:
+        """Return an artifact from quarantine, for what is still whole in it.
+
+        Raises:
+            NotFoundError: when it is not there.
+            StoreError: when its files cannot be read.
+        """
+        return self._read(self._path("quarantine", artifact_id), artifact_id)
+
+    @contextlib.contextmanager
+    def pinned(self, artifact_id: bytes) -> Iterator[None]:
+        """Keep an artifact from eviction for the block, and note that it is used."""
+        with self._lock:
+            self._retention.touch(artifact_id)
+            with contextlib.suppress(OSError):
+                os.utime(self._path("artifacts", artifact_id) / RECORD_FILE)
+            pin = self._retention.pinned(artifact_id)
+            pin.__enter__()
+        try:
+            yield
+        finally:
+            with self._lock:
+                pin.__exit__(None, None, None)
+
+    def quarantine(self, artifact_id: bytes, reason: str) -> None:
+        """Put a published artifact aside. It is invisible from now on; offering it again replaces it.
+
+        Raises:
+            StoreError: when the disk refuses.
+        """
+        with self._lock:
+            source, target = self._path("artifacts", artifact_id), self._path("quarantine", artifact_id)
+            try:
+                shutil.rmtree(target, ignore_errors=True)
+                source.rename(target)
+                write_atomic(target / _REASON_FILE, reason.encode("utf-8"))
+            except FileNotFoundError:
+                return
+            except OSError as error:
+                raise self._failed(error) from error
+
+    def quarantined(self) -> dict[bytes, str]:
+        """Return what is in quarantine, with the reasons."""
+        return {artifact_id: self._reason(artifact_id) for artifact_id in self._ids("quarantine")}
+
+    def _read(self, path: Path, artifact_id: bytes) -> Stored:
         try:
             encoded = (path / MANIFEST_FILE).read_bytes()
-            record = msgspec.json.decode((path / _RECORD_FILE).read_bytes(), type=Record)
+            record = msgspec.json.decode((path / RECORD_FILE).read_bytes(), type=Record)
         except FileNotFoundError as error:
             raise NotFoundError(f"artifact {artifact_id.hex()}: not here", artifact=artifact_id.hex()) from error
         except (OSError, msgspec.MsgspecError) as error:
@@ -273,8 +303,12 @@ class ArtifactStore:
 
     def ids(self) -> list[bytes]:
         """Return the ids of all published artifacts, sorted."""
+        self._sweep()
+        return self._ids("artifacts")
+
+    def _ids(self, folder: str) -> list[bytes]:
         # A file manager leaves files of its own (.DS_Store), so only names of ids count.
-        names = [entry.name for entry in (self.root / "artifacts").iterdir()]
+        names = [entry.name for entry in (self.root / folder).iterdir()]
         return sorted(bytes.fromhex(name) for name in names if _ID_NAME.fullmatch(name))
 
     def drop(self, artifact_id: bytes) -> None:
@@ -291,7 +325,7 @@ class ArtifactStore:
             aside = self.root / "aside" / secrets.token_hex(8)
             found = False
             try:
-                for folder in ("artifacts", "partial"):
+                for folder in _KEPT:
                     path = self._path(folder, artifact_id)
                     if path.exists():
                         found = True
@@ -300,11 +334,12 @@ class ArtifactStore:
             except OSError as error:
                 raise self._failed(error) from error
             self._ownership.remove(artifact_id)
+            self._retention.remove(artifact_id)
         if not found:
             raise NotFoundError(f"artifact {artifact_id.hex()}: not here", artifact=artifact_id.hex())
 
     def _publish(self, path: Path, artifact_id: bytes, record: Record) -> Stored:
-        write_atomic(path / _RECORD_FILE, msgspec.json.encode(record))
+        write_atomic(path / RECORD_FILE, msgspec.json.encode(record))
         with self._lock:
             target = self._path("artifacts", artifact_id)
             if target.exists():
@@ -312,7 +347,60 @@ class ArtifactStore:
             else:
                 path.rename(target)
                 fsync_directory(target.parent)
-        return self.get(artifact_id)
+            # A new copy, verified whole, takes the place of one that was put aside.
+            shutil.rmtree(self._path("quarantine", artifact_id), ignore_errors=True)
+            stored = self._read(target, artifact_id)
+            self._retention.add(artifact_id, len(stored.encoded) + stored.manifest.payload.length)
+        return stored
+
+    def _recover(self) -> None:
+        """Count what an earlier process left, and put aside what is not whole."""
+        now = time.time()
+        for folder in _KEPT:
+            for artifact_id in self._ids(folder):
+                path = self._path(folder, artifact_id)
+                size = sum(entry.stat().st_size for entry in path.iterdir() if entry.is_file())
+                self._retention.add(artifact_id, size, idle_seconds=now - path.stat().st_mtime)
+        for artifact_id in self._ids("artifacts"):
+            try:
+                stored = self._read(self._path("artifacts", artifact_id), artifact_id)
+                length = stored.payload_path.stat().st_size
+                if length != stored.manifest.payload.length:
+                    raise IntegrityError(
+                        f"payload: {length} bytes on disk, the manifest says {stored.manifest.payload.length}"
+                    )
+            except (KvferryError, OSError) as error:
+                self.quarantine(artifact_id, f"found damaged at start: {error}")
+            else:
+                used_at = (stored.path / RECORD_FILE).stat().st_mtime
+                self._retention.add(artifact_id, len(stored.encoded) + length, idle_seconds=now - used_at)
+
+    def _sweep(self) -> None:
+        with self._lock:
+            self._drop_all(self._retention.expired())
+
+    def _make_room(self, needed: int) -> None:
+        self._sweep()
+        self._drop_all(self._retention.victims(needed))
+
+    def _drop_all(self, artifact_ids: Iterable[bytes]) -> None:
+        for artifact_id in artifact_ids:
+            # Somebody may have removed the files by hand.
+            with contextlib.suppress(NotFoundError):
+                self.drop(artifact_id)
+
+    def _raise_if_quarantined(self, artifact_id: bytes) -> None:
+        if self._path("quarantine", artifact_id).exists():
+            reason = self._reason(artifact_id)
+            raise QuarantinedError(
+                f"artifact {artifact_id.hex()}: put aside: {reason}", artifact=artifact_id.hex(), reason=reason
+            )
+
+    def _reason(self, artifact_id: bytes) -> str:
+        try:
+            return (self._path("quarantine", artifact_id) / _REASON_FILE).read_text("utf-8")
+        except (OSError, UnicodeDecodeError):
+            return "the reason was not recorded"
 
     def _failed(self, error: OSError) -> StoreError:
         return StoreError(f"store {self.root}: {error.strerror}", path=str(self.root))

@@ -27,11 +27,12 @@ from msgspec import Meta
 
 from kvferry.core.digests import digest
 from kvferry.core.errors import AuthenticationError, ConfigError
+from kvferry.core.files import write_atomic
 from kvferry.core.logs import logger
 
 MAX_FILE_BYTES = 1024 * 1024
 MAX_SECRET_CHARACTERS = 512
-NAME_PATTERN = "^[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?$"
+NAME_PATTERN = r"\A[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?\Z"
 _SECRET_BYTES = 32
 # A known beginning lets scanners for leaked secrets recognise ours.
 _SECRET_PREFIX = "kvf_"  # noqa: S105
@@ -50,7 +51,7 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """
 
     name: Annotated[str, Meta(pattern=NAME_PATTERN)]
-    digest: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    digest: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
     expires: datetime.date | None = None
     max_bytes: Annotated[int, Meta(ge=0)] | None = None
     max_artifacts: Annotated[int, Meta(ge=0)] | None = None
@@ -157,6 +158,24 @@ def parse(text: str) -> tuple[Token, ...]:
     return tokens
 
 
+def append(path: Path, token: Token) -> None:
+    """Add a token to a file, which keeps everything else that it holds; a missing file is made.
+
+    Raises:
+        ConfigError: when the file is not usable, has the name already, or cannot be written.
+    """
+    where = {"field": "tokens", "path": str(path)}
+    try:
+        before, mode = (path.read_text("utf-8"), path.stat().st_mode & 0o777) if path.exists() else ("", 0o600)
+        text = f"{before.rstrip()}\n\n{_as_toml(token)}".lstrip()
+        parse(text)
+        write_atomic(path, text.encode("utf-8"), mode)
+    except OSError as error:
+        raise ConfigError(f"tokens: {path}: {error.strerror}", **where) from error
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
+        raise ConfigError(f"tokens: {path}: {error}", **where) from error
+
+
 def new_secret() -> str:
     """Return a fresh secret of 256 bits."""
     return _SECRET_PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
@@ -198,6 +217,15 @@ def check_secret(secret: str, source: str) -> str:
     if not all("!" <= character <= "~" for character in secret):
         raise ConfigError(f"{source}: a token is one word of visible ASCII characters", field="token")
     return secret
+
+
+def _as_toml(token: Token) -> str:
+    lines = ["[[tokens]]"]
+    for field, value in msgspec.structs.asdict(token).items():
+        if value is not None:
+            # The names and digests that a token may have need no escapes.
+            lines.append(f'{field} = "{value}"' if isinstance(value, str) else f"{field} = {value}")
+    return "\n".join(lines) + "\n"
 
 
 def _version(path: Path) -> tuple[int, ...] | None:

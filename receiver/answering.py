@@ -5,19 +5,30 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvferry.core.ledger import Ledger, Lookups, Milliseconds, Rows, SenderAccount, Tokens, Traffic
-from kvferry.core.store import Stored
+from kvferry.core.digests import digest
+from kvferry.core.ledger import (
+    Ledger,
+    Lookups,
+    Milliseconds,
+    ParityFigures,
+    Rows,
+    SenderAccount,
+    Tokens,
+    Traffic,
+)
+from kvferry.core.stored import Stored
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.generate import Answer, Sampling, Token
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.residency import Residency
-from kvferry.receiver import reconstruct
+from kvferry.receiver import parity, reconstruct
 
 _NO_ACCOUNT = SenderAccount(0, 0, 0.0, 0.0, 0.0, 0.0)
 _NO_TRAFFIC = Traffic(0, 0, 0, 0)
+FALLBACK = "fallback_reprefill"
 
 
 @dataclass
@@ -34,6 +45,8 @@ class Preparation:
     reused_tokens: int = 0
     reconstruct_ms: float = 0.0
     prefill_ms: float = 0.0
+    parity: ParityFigures | None = None
+    fallback_reason: str | None = None
 
 
 @dataclass
@@ -50,7 +63,10 @@ class Account:
 class Answerer:
     """Prepares caches and answers with one model. Use from the worker thread."""
 
-    def __init__(self, model: LoadedModel, residency: Residency, versions: dict[str, str]) -> None:
+    def __init__(
+        self, model: LoadedModel, residency: Residency, versions: dict[str, str], parity_mode: str = "first"
+    ) -> None:
+        self._parity_mode = parity_mode
         self._model = model
         self._residency = residency
         self._versions = versions
@@ -63,11 +79,12 @@ class Answerer:
 
         Raises:
             ContainerError: when stored bytes are no longer those of the manifest.
+            ParityError: when the rebuilt cache does not give what the sender's gave.
             ContextOverflowError: when a text does not fit the context.
         """
         held = self._residency.get(stored.artifact_id)
         if held is not None:
-            return _kept(held, reused_tokens=held.offset)
+            return _kept(held, parity.measured(stored))
         if stored.manifest.method.consume == "inject":
             preparation = self._rebuild(stored)
         else:
@@ -75,6 +92,25 @@ class Answerer:
         if isinstance(preparation.prefix, PrefixCache):
             self._residency.put(stored.artifact_id, preparation.prefix)
         return preparation
+
+    def reread(self, stored: Stored, reason: str) -> Generator[int, None, Preparation]:
+        """Read the prefix again from its ids, in place of a cache that cannot be trusted.
+
+        Raises:
+            ContainerError: when the ids are damaged too, or the artifact has none.
+        """
+        key = digest(b"reread" + stored.artifact_id)
+        held = self._residency.get(key)
+        if held is not None:
+            return replace(_kept(held, None), fallback_reason=reason)
+        ids = reconstruct.prefix_ids(stored.manifest, stored.sections)
+        start = time.perf_counter()
+        steps = self._model.prefill(ids)
+        with contextlib.closing(steps):
+            prefix = yield from steps
+        self._residency.put(key, prefix)
+        rows = [len(ids)] * len(self._model.profile.layers)
+        return Preparation(prefix, rows, len(ids), len(ids), prefill_ms=_since(start), fallback_reason=reason)
 
     def answer(
         self, stored: Stored, question: str, sampling: Sampling, account: Account
@@ -91,7 +127,10 @@ class Answerer:
     def _rebuild(self, stored: Stored) -> Preparation:
         start = time.perf_counter()
         prefix = reconstruct.prefix_cache(stored.manifest, stored.sections)
-        return _kept(prefix, reused_tokens=prefix.offset, reconstruct_ms=_since(start))
+        figures = parity.measured(stored)
+        if self._parity_mode == "always" or (self._parity_mode == "first" and figures is None):
+            figures = parity.check(self._model, prefix, stored)
+        return _kept(prefix, figures, _since(start))
 
     def _read(self, stored: Stored) -> Generator[int, None, Preparation]:
         start = time.perf_counter()
@@ -112,13 +151,14 @@ class Answerer:
         traffic = stored.record.traffic or _NO_TRAFFIC
         preparation, manifest = account.preparation, stored.manifest
         rows = preparation.rows
+        fallback_reason = preparation.fallback_reason or sender.fallback_reason
         return Ledger(
             artifact_id=stored.artifact_id.hex(),
             method=manifest.method.id,
             form=manifest.form,
             verdict="accepted",
-            fallback=None,
-            fallback_reason=None,
+            fallback=FALLBACK if fallback_reason else None,
+            fallback_reason=fallback_reason,
             manifest_bytes=traffic.manifest_bytes,
             payload_bytes=traffic.payload_bytes,
             resent_bytes=traffic.resent_bytes,
@@ -145,6 +185,7 @@ class Answerer:
                 total=_since(account.accepted_at),
             ),
             rows=Rows(min(rows), sum(rows) / len(rows), max(rows)),
+            parity=preparation.parity,
             resident_bytes=self._residency.nbytes,
             finish_reason=answer.finish_reason,
             prompt_version=manifest.prompt.version,
@@ -154,9 +195,9 @@ class Answerer:
         )
 
 
-def _kept(prefix: PrefixCache, *, reused_tokens: int, reconstruct_ms: float = 0.0) -> Preparation:
+def _kept(prefix: PrefixCache, figures: ParityFigures | None, reconstruct_ms: float = 0.0) -> Preparation:
     rows = [layer.rows for layer in prefix.layers]
-    return Preparation(prefix, rows, prefix.offset, 0, reused_tokens, reconstruct_ms)
+    return Preparation(prefix, rows, prefix.offset, 0, prefix.offset, reconstruct_ms, parity=figures)
 
 
 def _timed(steps: Generator[Token, None, Answer], account: Account) -> Generator[Token, None, Answer]:

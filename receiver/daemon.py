@@ -32,7 +32,7 @@ async def run(config: ReceiverConfig, *, announce_json: bool = False) -> None:
     """
     protection = security.for_server(config)
     root = store_path(config)
-    store = ArtifactStore(root)
+    store = ArtifactStore(root, budget=config.max_store_bytes, ttl_seconds=config.ttl_seconds, durable=config.durable)
     worker = Worker()
     try:
         model = await worker.run(
@@ -56,7 +56,7 @@ async def run(config: ReceiverConfig, *, announce_json: bool = False) -> None:
             model=model,
             store=store,
             intake=Intake(store, model.profile, metrics),
-            answerer=Answerer(model, residency, versions),
+            answerer=Answerer(model, residency, versions, config.parity),
             residency=residency,
             ledger=LedgerFile(ledger_path(config)),
             worker=worker,

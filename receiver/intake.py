@@ -12,7 +12,8 @@ from kvferry.core.errors import ContainerError, InvalidRequestError, NotFoundErr
 from kvferry.core.ledger import SenderAccount, account_from_json
 from kvferry.core.metrics import ReceiverMetrics
 from kvferry.core.plan import make_plan
-from kvferry.core.store import ArtifactStore, Stored
+from kvferry.core.store import ArtifactStore
+from kvferry.core.stored import Stored
 from kvferry.core.tokens import Token
 
 

@@ -40,6 +40,20 @@ def message(manifest: Manifest, sections: Sections) -> Message:
     )
 
 
+def prefix_ids(manifest: Manifest, sections: Sections) -> list[int]:
+    """Return the prefix's token ids.
+
+    Raises:
+        ContainerError: when they are damaged or not those of the manifest.
+    """
+    if manifest.prefix is None:
+        raise ContainerError(f"form: a {manifest.form} artifact holds no token ids", field="form")
+    data = sections.read(container.IDS)
+    if digest(data) != manifest.prefix.ids:
+        raise ContainerError(f"section {container.IDS}: not the ids of the manifest", field="prefix.ids")
+    return container.ids_from_bytes(data)
+
+
 def prefix_cache(manifest: Manifest, sections: Sections) -> PrefixCache:
     """Rebuild a dense or sparse cache.
 
@@ -48,8 +62,7 @@ def prefix_cache(manifest: Manifest, sections: Sections) -> PrefixCache:
     """
     if manifest.prefix is None or manifest.layout is None:
         raise ContainerError(f"form: a {manifest.form} artifact holds no cache", field="form")
-    if digest(sections.read(container.IDS)) != manifest.prefix.ids:
-        raise ContainerError(f"section {container.IDS}: not the ids of the manifest", field="prefix.ids")
+    prefix_ids(manifest, sections)
     layers = tuple(_layer(index, layout, sections) for index, layout in enumerate(manifest.layout))
     mx.eval([(layer.keys, layer.values) for layer in layers])
     return PrefixCache(layers, manifest.prefix.tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -13,11 +13,19 @@ import grpc
 
 from kvferry.core import auth, limits, request_ids, rpc, wire
 from kvferry.core.config import ReceiverConfig
-from kvferry.core.errors import ContainerError, InvalidRequestError, TooLargeError, TransferError
+from kvferry.core.errors import (
+    ContainerError,
+    InvalidRequestError,
+    ParityError,
+    QuarantinedError,
+    TooLargeError,
+    TransferError,
+)
 from kvferry.core.ledger import to_json
 from kvferry.core.logs import logger
 from kvferry.core.metrics import ReceiverMetrics
-from kvferry.core.store import ArtifactStore, Stored
+from kvferry.core.store import ArtifactStore
+from kvferry.core.stored import Stored
 from kvferry.engine.generate import Sampling
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.residency import Residency
@@ -133,8 +141,8 @@ class ReceiverServicer(pb_grpc.ReceiverServiceServicer):
         async with rpc.reporting(context):
             sampling = self._check_question(request)
             artifact_id = wire.check_digest(request.artifact_id, "artifact_id")
-            stored = await asyncio.to_thread(self._parts.store.get, artifact_id)
-            account = Account(accepted_at, await self._prepare(stored), request_ids.current())
+            stored, preparation = await self._prepare(artifact_id, allow_fallback=request.allow_fallback)
+            account = Account(accepted_at, preparation, request_ids.current())
             stream = self._parts.worker.stream(self._parts.answerer.answer(stored, request.question, sampling, account))
             try:
                 async for token in stream:
@@ -160,7 +168,7 @@ class ReceiverServicer(pb_grpc.ReceiverServiceServicer):
         """List committed artifacts."""
         async with rpc.reporting(context):
             listed = await asyncio.to_thread(self._list)
-        return pb.ListResponse(artifacts=[_summary(stored) for stored in listed])
+        return pb.ListResponse(artifacts=[_summary(stored, reason) for stored, reason in listed])
 
     async def Drop(  # noqa: N802
         self, request: pb.DropRequest, context: grpc.aio.ServicerContext[pb.DropRequest, pb.DropResponse]
@@ -174,29 +182,54 @@ class ReceiverServicer(pb_grpc.ReceiverServiceServicer):
             self._log.info("dropped", artifact=artifact_id.hex())
         return pb.DropResponse()
 
-    async def _prepare(self, stored: Stored) -> Preparation:
-        """Have the cache at hand. Several questions at once wait for one preparation of what is kept."""
+    async def _prepare(self, artifact_id: bytes, *, allow_fallback: bool) -> tuple[Stored, Preparation]:
+        """Have the cache at hand; what cannot be trusted is put aside, and read again if the request allows it."""
+        parts = self._parts
+        with parts.store.pinned(artifact_id):
+            try:
+                stored = await asyncio.to_thread(parts.store.get, artifact_id)
+                return stored, await self._prepare_stored(stored)
+            except (ContainerError, ParityError) as error:
+                await asyncio.to_thread(parts.store.quarantine, artifact_id, error.message)
+                self._metrics.damaged("stored")
+                self._log.error("quarantined", artifact=artifact_id.hex(), reason=error.message)
+                if not allow_fallback:
+                    raise
+                reason = error.message
+            except QuarantinedError as error:
+                if not allow_fallback:
+                    raise
+                reason = str(error.fields.get("reason", error.message))
+        stored = await asyncio.to_thread(parts.store.get_quarantined, artifact_id)
+        return stored, await self._run(parts.answerer.reread(stored, reason))
+
+    async def _prepare_stored(self, stored: Stored) -> Preparation:
+        """Several questions at once wait for one preparation of what is kept."""
         lock = (
             contextlib.nullcontext()
             if stored.manifest.method.consume == "prefill"
             else self._preparing.setdefault(stored.artifact_id, asyncio.Lock())
         )
         async with lock:
-            stream = self._parts.worker.stream(self._parts.answerer.prepare(stored))
-            try:
-                async for _ in stream:
-                    pass
-            except ContainerError:
-                self._metrics.damaged("stored")
-                raise
-            finally:
-                await stream.aclose()
+            return await self._run(self._parts.answerer.prepare(stored))
+
+    async def _run(self, steps: Generator[int, None, Preparation]) -> Preparation:
+        stream = self._parts.worker.stream(steps)
+        try:
+            async for _ in stream:
+                pass
+        finally:
+            await stream.aclose()
         if stream.result is None:
             raise TransferError("answer: stopped before the cache was ready")
         return stream.result
 
-    def _list(self) -> list[Stored]:
-        return [self._parts.store.get(artifact_id) for artifact_id in self._parts.store.ids()]
+    def _list(self) -> list[tuple[Stored, str]]:
+        store = self._parts.store
+        kept = [(store.get(artifact_id), "") for artifact_id in store.ids()]
+        return kept + [
+            (store.get_quarantined(artifact_id), reason) for artifact_id, reason in store.quarantined().items()
+        ]
 
     def _check_question(self, request: pb.AskRequest) -> Sampling:
         if not request.question.strip():
@@ -236,7 +269,7 @@ def _receipt(stored: Stored) -> pb.Receipt:
     )
 
 
-def _summary(stored: Stored) -> pb.ArtifactSummary:
+def _summary(stored: Stored, quarantined: str) -> pb.ArtifactSummary:
     return pb.ArtifactSummary(
         artifact_id=stored.artifact_id,
         method=stored.manifest.method.id,
@@ -244,4 +277,5 @@ def _summary(stored: Stored) -> pb.ArtifactSummary:
         payload_bytes=stored.manifest.payload.length,
         prefix_tokens=stored.manifest.prefix.tokens if stored.manifest.prefix else 0,
         committed_at=stored.record.committed_at,
+        quarantined=quarantined,
     )

@@ -27,7 +27,8 @@ from kvferry.core.manifest import (
 from kvferry.core.manifest import (
     Method as MethodGroup,
 )
-from kvferry.core.store import ArtifactStore, Stored
+from kvferry.core.store import ArtifactStore
+from kvferry.core.stored import Stored
 from kvferry.engine.model import LoadedModel
 from kvferry.sender import parity
 from kvferry.sender.encode import kv_contents, kv_layout, text_contents
@@ -60,14 +61,21 @@ class ArtifactMaker:
         self._memo.mkdir(exist_ok=True)
 
     def make(
-        self, method: Method[Any], reading: Reading, parameters: msgspec.Struct
+        self, method: Method[Any], reading: Reading, parameters: msgspec.Struct, fallback_for: str = ""
     ) -> Generator[Progress, None, Artifact]:
         """Make an artifact, or find the one that the same request made before.
+
+        Args:
+            method: the rule.
+            reading: the document.
+            parameters: the method's own.
+            fallback_for: id of the method in whose place this one is used; it becomes part of the artifact, so that
+                answers from it can say so.
 
         Raises:
             KvferryError: whatever the method, the model or the store refuses.
         """
-        request = _Request(method, reading, parameters)
+        request = _Request(method, reading, parameters, fallback_for)
         memo = self._memo / self._request_key(request).hex()
         found = self._find(memo)
         if found is not None:
@@ -106,6 +114,7 @@ class ArtifactMaker:
             reading.system,
             reading.question if method.info.aware else None,
             method.info.id,
+            request.fallback_for,
             msgspec.to_builtins(request.parameters),
             msgspec.to_builtins(profile.model, builtin_types=(bytes,)),
             msgspec.to_builtins(profile.tokenizer, builtin_types=(bytes,)),
@@ -179,6 +188,7 @@ class _Request:
     method: Method[Any]
     reading: Reading
     parameters: msgspec.Struct
+    fallback_for: str
 
 
 def _consume(material: Material) -> Literal["inject", "prefill", "prefill_once"]:
@@ -189,12 +199,13 @@ def _consume(material: Material) -> Literal["inject", "prefill", "prefill_once"]
 
 def _method_group(request: _Request, material: Material) -> MethodGroup:
     info = request.method.info
+    replaced = {"fallback_for": request.fallback_for} if request.fallback_for else {}
     return MethodGroup(
         id=info.id,
         label=info.label,  # type: ignore[arg-type]  # the schema refuses any other word
         aware=info.aware,
         consume=_consume(material),
-        params=msgspec.to_builtins(request.parameters),
+        params=msgspec.to_builtins(request.parameters) | replaced,
         seed=None,
         calibration=(),
     )

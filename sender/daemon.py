@@ -31,7 +31,7 @@ async def run(config: SenderConfig, *, announce_json: bool = False) -> None:
     """
     protection = security.for_server(config)
     root = store_path(config)
-    store = ArtifactStore(root)
+    store = ArtifactStore(root, budget=config.max_store_bytes, ttl_seconds=config.ttl_seconds, durable=config.durable)
     worker = Worker()
     try:
         model = await worker.run(
@@ -51,7 +51,7 @@ async def run(config: SenderConfig, *, announce_json: bool = False) -> None:
         )
         maker = ArtifactMaker(model, store, config.chunk_bytes, versions)
         documents = DocumentStore(root / "documents")
-        parts = SenderParts(config, model, maker, documents, residency, worker, versions, metrics)
+        parts = SenderParts(config, model, store, maker, documents, residency, worker, versions, metrics)
 
         def register(server: grpc.aio.Server) -> Iterable[str]:
             pb_grpc.add_SenderServiceServicer_to_server(SenderServicer(parts), server)

@@ -25,6 +25,10 @@ METHODS: tuple[Method[Any], ...] = (
 )
 
 
+FALLBACK_METHOD: Method[Any] = FullText()
+"""What is sent instead of a refused cache, when the request allows it."""
+
+
 def find(name: str) -> Method[Any]:
     """Return a method by its id or name; case does not matter.
 

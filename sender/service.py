@@ -6,16 +6,19 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
+import msgspec
 
 from kvferry.core import addresses, limits, rpc, security, wire
 from kvferry.core.config import SenderConfig
 from kvferry.core.digests import Hasher
-from kvferry.core.errors import InvalidRequestError, TooLargeError, TransferError
-from kvferry.core.ledger import to_json
+from kvferry.core.errors import InvalidRequestError, RefusedError, TooLargeError, TransferError
+from kvferry.core.ledger import SenderAccount, to_json
 from kvferry.core.logs import logger
 from kvferry.core.metrics import SenderMetrics
+from kvferry.core.store import ArtifactStore
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.prompt import DEFAULT_SYSTEM
 from kvferry.engine.residency import Residency
@@ -25,7 +28,9 @@ from kvferry.proto.v1 import sender_service_pb2_grpc as pb_grpc
 from kvferry.sender import registry
 from kvferry.sender.artifacts import Artifact, ArtifactMaker
 from kvferry.sender.documents import DocumentStore
+from kvferry.sender.method import Method, NoParameters
 from kvferry.sender.reading import Progress, Reading
+from kvferry.sender.registry import FALLBACK_METHOD
 from kvferry.sender.transfer import Transfer
 
 _UPLOAD_IDLE_SECONDS = 60.0
@@ -37,12 +42,24 @@ class SenderParts:
 
     config: SenderConfig
     model: LoadedModel
+    store: ArtifactStore
     maker: ArtifactMaker
     documents: DocumentStore
     residency: Residency
     worker: Worker
     versions: dict[str, str]
     metrics: SenderMetrics
+
+
+@dataclass
+class _Send:
+    """One request on its way. ``replaces`` and ``fallback_reason`` are set once a cache was refused."""
+
+    reading: Reading
+    receiver: addresses.Address
+    security: PeerSecurity
+    replaces: str = ""
+    fallback_reason: str = ""
 
 
 class SenderServicer(pb_grpc.SenderServiceServicer):
@@ -103,7 +120,26 @@ class SenderServicer(pb_grpc.SenderServiceServicer):
         await asyncio.to_thread(parts.documents.keep, text.encode("utf-8"))
         system = start.system if start.HasField("system") else DEFAULT_SYSTEM
         reading = Reading(parts.model, parts.residency, text, system, start.question or None)
-        stream = parts.worker.stream(parts.maker.make(method, reading, parameters))
+        send = _Send(reading, receiver, reached)
+        try:
+            async with contextlib.aclosing(self._carry(send, method, parameters)) as steps:
+                async for progress in steps:
+                    yield progress
+        except RefusedError as error:
+            if not start.allow_fallback or method.info.form == FALLBACK_METHOD.info.form:
+                raise
+            self._log.warning("fallback", method=method.info.id, receiver=str(receiver), reason=error.message)
+            send.replaces, send.fallback_reason = method.info.id, error.message
+            async with contextlib.aclosing(self._carry(send, FALLBACK_METHOD, NoParameters())) as steps:
+                async for progress in steps:
+                    yield progress
+
+    async def _carry(
+        self, send: _Send, method: Method[Any], parameters: msgspec.Struct
+    ) -> AsyncGenerator[pb.SendResponse, None]:
+        """Make an artifact and deliver it; the last response is the end of the send."""
+        parts = self._parts
+        stream = parts.worker.stream(parts.maker.make(method, send.reading, parameters, send.replaces))
         try:
             async for progress in stream:
                 yield _progress(progress)
@@ -114,24 +150,26 @@ class SenderServicer(pb_grpc.SenderServiceServicer):
             raise TransferError("send: stopped before the artifact was made")
         if not artifact.reused:
             parts.metrics.made(artifact.account)
+        account = msgspec.structs.replace(artifact.account, fallback_reason=send.fallback_reason or None)
         transfer = Transfer(
-            artifact.stored, artifact.account, receiver, parts.config.rpc_seconds, parts.metrics, security=reached
+            artifact.stored, account, send.receiver, parts.config.rpc_seconds, parts.metrics, security=send.security
         )
-        async with contextlib.aclosing(transfer.run()) as steps:
-            async for progress in steps:
-                yield _progress(progress)
+        with parts.store.pinned(artifact.stored.artifact_id):
+            async with contextlib.aclosing(transfer.run()) as steps:
+                async for progress in steps:
+                    yield _progress(progress)
         delivery = transfer.delivery
         parts.metrics.delivered(method.info.id, delivery.transfer_ms if delivery.traffic else None)
         self._log.info(
             "sent",
             artifact=artifact.stored.artifact_id.hex(),
             method=method.info.id,
-            receiver=str(receiver),
+            receiver=str(send.receiver),
             payload_bytes=artifact.stored.manifest.payload.length,
             moved_bytes=delivery.moved_bytes,
             reused=artifact.reused,
         )
-        yield pb.SendResponse(end=_end(artifact, transfer, str(receiver)))
+        yield pb.SendResponse(end=_end(artifact, account, transfer, send))
 
     async def _receive_document(self, requests: AsyncIterator[pb.SendRequest]) -> tuple[pb.SendStart, str]:
         first = await _next(requests)
@@ -193,17 +231,19 @@ def _progress(progress: Progress) -> pb.SendResponse:
     return pb.SendResponse(progress=pb.SendProgress(stage=progress.stage, done=progress.done, total=progress.total))
 
 
-def _end(artifact: Artifact, transfer: Transfer, receiver: str) -> pb.SendEnd:
+def _end(artifact: Artifact, account: SenderAccount, transfer: Transfer, send: _Send) -> pb.SendEnd:
     stored, delivery = artifact.stored, transfer.delivery
+    spent = msgspec.structs.replace(account, transfer_ms=delivery.transfer_ms)
     return pb.SendEnd(
         artifact_id=stored.artifact_id,
         method=stored.manifest.method.id,
         form=stored.manifest.form,
-        receiver=receiver,
-        account_json=to_json(artifact.account),
+        receiver=str(send.receiver),
+        account_json=to_json(spent),
         manifest_bytes=len(stored.encoded),
         payload_bytes=stored.manifest.payload.length,
         moved_bytes=delivery.moved_bytes,
         wire_bytes=delivery.traffic.wire_bytes if delivery.traffic else 0,
         reused=artifact.reused,
+        fallback_reason=send.fallback_reason,
     )

@@ -25,7 +25,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.ledger import SenderAccount, Traffic, to_json
 from kvferry.core.metrics import SenderMetrics
-from kvferry.core.store import Stored
+from kvferry.core.stored import Stored
 from kvferry.core.tls import PeerSecurity
 from kvferry.proto.v1 import receiver_service_pb2 as pb
 from kvferry.proto.v1 import receiver_service_pb2_grpc as pb_grpc

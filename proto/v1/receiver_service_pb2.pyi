@@ -90,20 +90,22 @@ class Receipt(_message.Message):
     def __init__(self, artifact_id: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., payload_digest: _Optional[bytes] = ..., verify_ms: _Optional[float] = ..., received_bytes: _Optional[int] = ..., control_bytes: _Optional[int] = ...) -> None: ...
 
 class AskRequest(_message.Message):
-    __slots__ = ("artifact_id", "question", "max_tokens", "temperature", "top_p", "seed")
+    __slots__ = ("artifact_id", "question", "max_tokens", "temperature", "top_p", "seed", "allow_fallback")
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     QUESTION_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_FALLBACK_FIELD_NUMBER: _ClassVar[int]
     artifact_id: bytes
     question: str
     max_tokens: int
     temperature: float
     top_p: float
     seed: int
-    def __init__(self, artifact_id: _Optional[bytes] = ..., question: _Optional[str] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
+    allow_fallback: bool
+    def __init__(self, artifact_id: _Optional[bytes] = ..., question: _Optional[str] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., allow_fallback: _Optional[bool] = ...) -> None: ...
 
 class AskResponse(_message.Message):
     __slots__ = ("piece", "end")
@@ -144,20 +146,22 @@ class ListResponse(_message.Message):
     def __init__(self, artifacts: _Optional[_Iterable[_Union[ArtifactSummary, _Mapping]]] = ...) -> None: ...
 
 class ArtifactSummary(_message.Message):
-    __slots__ = ("artifact_id", "method", "form", "payload_bytes", "prefix_tokens", "committed_at")
+    __slots__ = ("artifact_id", "method", "form", "payload_bytes", "prefix_tokens", "committed_at", "quarantined")
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     FORM_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_AT_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     artifact_id: bytes
     method: str
     form: str
     payload_bytes: int
     prefix_tokens: int
     committed_at: float
-    def __init__(self, artifact_id: _Optional[bytes] = ..., method: _Optional[str] = ..., form: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., prefix_tokens: _Optional[int] = ..., committed_at: _Optional[float] = ...) -> None: ...
+    quarantined: str
+    def __init__(self, artifact_id: _Optional[bytes] = ..., method: _Optional[str] = ..., form: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., prefix_tokens: _Optional[int] = ..., committed_at: _Optional[float] = ..., quarantined: _Optional[str] = ...) -> None: ...
 
 class DropRequest(_message.Message):
     __slots__ = ("artifact_id",)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.proto.v1 import common_pb2 as kvferry_dot_proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%kvferry/proto/v1/sender_service.proto\x12\x10kvferry.proto.v1\x1a\x1dkvferry/proto/v1/common.proto\"\x1e\n\x1cSenderServiceDescribeRequest\"\x86\x01\n\x1dSenderServiceDescribeResponse\x12/\n\x04node\x18\x01 \x01(\x0b\x32!.kvferry.proto.v1.NodeDescription\x12\x34\n\x07methods\x18\x02 \x03(\x0b\x32#.kvferry.proto.v1.MethodDescription\"S\n\x0bSendRequest\x12,\n\x05start\x18\x01 \x01(\x0b\x32\x1b.kvferry.proto.v1.SendStartH\x00\x12\x0e\n\x04text\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\xb0\x02\n\tSendStart\x12\x0e\n\x06method\x18\x01 \x01(\t\x12?\n\nparameters\x18\x02 \x03(\x0b\x32+.kvferry.proto.v1.SendStart.ParametersEntry\x12\x10\n\x08receiver\x18\x03 \x01(\t\x12\x13\n\x06system\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x15\n\x08question\x18\x05 \x01(\tH\x01\x88\x01\x01\x12\x12\n\ntext_bytes\x18\x06 \x01(\x04\x12\x13\n\x0btext_digest\x18\x07 \x01(\x0c\x1aS\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12/\n\x05value\x18\x02 \x01(\x0b\x32 .kvferry.proto.v1.ParameterValue:\x02\x38\x01\x42\t\n\x07_systemB\x0b\n\t_question\"^\n\x0eParameterValue\x12\x11\n\x07integer\x18\x01 \x01(\x03H\x00\x12\x10\n\x06number\x18\x02 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x0e\n\x04\x66lag\x18\x04 \x01(\x08H\x00\x42\x07\n\x05value\"u\n\x0cSendResponse\x12\x32\n\x08progress\x18\x01 \x01(\x0b\x32\x1e.kvferry.proto.v1.SendProgressH\x00\x12(\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x19.kvferry.proto.v1.SendEndH\x00\x42\x07\n\x05\x65vent\":\n\x0cSendProgress\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\x04\x12\r\n\x05total\x18\x03 \x01(\x04\"\xcc\x01\n\x07SendEnd\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\x0c\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0c\n\x04\x66orm\x18\x03 \x01(\t\x12\x10\n\x08receiver\x18\x04 \x01(\t\x12\x14\n\x0c\x61\x63\x63ount_json\x18\x05 \x01(\t\x12\x16\n\x0emanifest_bytes\x18\x06 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x07 \x01(\x04\x12\x13\n\x0bmoved_bytes\x18\x08 \x01(\x04\x12\x12\n\nwire_bytes\x18\t \x01(\x04\x12\x0e\n\x06reused\x18\n \x01(\x08\"S\n\x11\x46\x65tchSpansRequest\x12\x17\n\x0f\x64ocument_digest\x18\x01 \x01(\x0c\x12%\n\x05spans\x18\x02 \x03(\x0b\x32\x16.kvferry.proto.v1.Span\"\"\n\x04Span\x12\r\n\x05start\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04\"#\n\x12\x46\x65tchSpansResponse\x12\r\n\x05texts\x18\x01 \x03(\t2\xa0\x02\n\rSenderService\x12k\n\x08\x44\x65scribe\x12..kvferry.proto.v1.SenderServiceDescribeRequest\x1a/.kvferry.proto.v1.SenderServiceDescribeResponse\x12I\n\x04Send\x12\x1d.kvferry.proto.v1.SendRequest\x1a\x1e.kvferry.proto.v1.SendResponse(\x01\x30\x01\x12W\n\nFetchSpans\x12#.kvferry.proto.v1.FetchSpansRequest\x1a$.kvferry.proto.v1.FetchSpansResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%kvferry/proto/v1/sender_service.proto\x12\x10kvferry.proto.v1\x1a\x1dkvferry/proto/v1/common.proto\"\x1e\n\x1cSenderServiceDescribeRequest\"\x86\x01\n\x1dSenderServiceDescribeResponse\x12/\n\x04node\x18\x01 \x01(\x0b\x32!.kvferry.proto.v1.NodeDescription\x12\x34\n\x07methods\x18\x02 \x03(\x0b\x32#.kvferry.proto.v1.MethodDescription\"S\n\x0bSendRequest\x12,\n\x05start\x18\x01 \x01(\x0b\x32\x1b.kvferry.proto.v1.SendStartH\x00\x12\x0e\n\x04text\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\xc8\x02\n\tSendStart\x12\x0e\n\x06method\x18\x01 \x01(\t\x12?\n\nparameters\x18\x02 \x03(\x0b\x32+.kvferry.proto.v1.SendStart.ParametersEntry\x12\x10\n\x08receiver\x18\x03 \x01(\t\x12\x13\n\x06system\x18\x04 \x01(\tH\x00\x88\x01\x01\x12\x15\n\x08question\x18\x05 \x01(\tH\x01\x88\x01\x01\x12\x12\n\ntext_bytes\x18\x06 \x01(\x04\x12\x13\n\x0btext_digest\x18\x07 \x01(\x0c\x12\x16\n\x0e\x61llow_fallback\x18\x08 \x01(\x08\x1aS\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12/\n\x05value\x18\x02 \x01(\x0b\x32 .kvferry.proto.v1.ParameterValue:\x02\x38\x01\x42\t\n\x07_systemB\x0b\n\t_question\"^\n\x0eParameterValue\x12\x11\n\x07integer\x18\x01 \x01(\x03H\x00\x12\x10\n\x06number\x18\x02 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x0e\n\x04\x66lag\x18\x04 \x01(\x08H\x00\x42\x07\n\x05value\"u\n\x0cSendResponse\x12\x32\n\x08progress\x18\x01 \x01(\x0b\x32\x1e.kvferry.proto.v1.SendProgressH\x00\x12(\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x19.kvferry.proto.v1.SendEndH\x00\x42\x07\n\x05\x65vent\":\n\x0cSendProgress\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\x04\x12\r\n\x05total\x18\x03 \x01(\x04\"\xe5\x01\n\x07SendEnd\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\x0c\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0c\n\x04\x66orm\x18\x03 \x01(\t\x12\x10\n\x08receiver\x18\x04 \x01(\t\x12\x14\n\x0c\x61\x63\x63ount_json\x18\x05 \x01(\t\x12\x16\n\x0emanifest_bytes\x18\x06 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x07 \x01(\x04\x12\x13\n\x0bmoved_bytes\x18\x08 \x01(\x04\x12\x12\n\nwire_bytes\x18\t \x01(\x04\x12\x0e\n\x06reused\x18\n \x01(\x08\x12\x17\n\x0f\x66\x61llback_reason\x18\x0b \x01(\t\"S\n\x11\x46\x65tchSpansRequest\x12\x17\n\x0f\x64ocument_digest\x18\x01 \x01(\x0c\x12%\n\x05spans\x18\x02 \x03(\x0b\x32\x16.kvferry.proto.v1.Span\"\"\n\x04Span\x12\r\n\x05start\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04\"#\n\x12\x46\x65tchSpansResponse\x12\r\n\x05texts\x18\x01 \x03(\t2\xa0\x02\n\rSenderService\x12k\n\x08\x44\x65scribe\x12..kvferry.proto.v1.SenderServiceDescribeRequest\x1a/.kvferry.proto.v1.SenderServiceDescribeResponse\x12I\n\x04Send\x12\x1d.kvferry.proto.v1.SendRequest\x1a\x1e.kvferry.proto.v1.SendResponse(\x01\x30\x01\x12W\n\nFetchSpans\x12#.kvferry.proto.v1.FetchSpansRequest\x1a$.kvferry.proto.v1.FetchSpansResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,23 +41,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SENDREQUEST']._serialized_start=259
   _globals['_SENDREQUEST']._serialized_end=342
   _globals['_SENDSTART']._serialized_start=345
-  _globals['_SENDSTART']._serialized_end=649
-  _globals['_SENDSTART_PARAMETERSENTRY']._serialized_start=542
-  _globals['_SENDSTART_PARAMETERSENTRY']._serialized_end=625
-  _globals['_PARAMETERVALUE']._serialized_start=651
-  _globals['_PARAMETERVALUE']._serialized_end=745
-  _globals['_SENDRESPONSE']._serialized_start=747
-  _globals['_SENDRESPONSE']._serialized_end=864
-  _globals['_SENDPROGRESS']._serialized_start=866
-  _globals['_SENDPROGRESS']._serialized_end=924
-  _globals['_SENDEND']._serialized_start=927
-  _globals['_SENDEND']._serialized_end=1131
-  _globals['_FETCHSPANSREQUEST']._serialized_start=1133
-  _globals['_FETCHSPANSREQUEST']._serialized_end=1216
-  _globals['_SPAN']._serialized_start=1218
-  _globals['_SPAN']._serialized_end=1252
-  _globals['_FETCHSPANSRESPONSE']._serialized_start=1254
-  _globals['_FETCHSPANSRESPONSE']._serialized_end=1289
-  _globals['_SENDERSERVICE']._serialized_start=1292
-  _globals['_SENDERSERVICE']._serialized_end=1580
+  _globals['_SENDSTART']._serialized_end=673
+  _globals['_SENDSTART_PARAMETERSENTRY']._serialized_start=566
+  _globals['_SENDSTART_PARAMETERSENTRY']._serialized_end=649
+  _globals['_PARAMETERVALUE']._serialized_start=675
+  _globals['_PARAMETERVALUE']._serialized_end=769
+  _globals['_SENDRESPONSE']._serialized_start=771
+  _globals['_SENDRESPONSE']._serialized_end=888
+  _globals['_SENDPROGRESS']._serialized_start=890
+  _globals['_SENDPROGRESS']._serialized_end=948
+  _globals['_SENDEND']._serialized_start=951
+  _globals['_SENDEND']._serialized_end=1180
+  _globals['_FETCHSPANSREQUEST']._serialized_start=1182
+  _globals['_FETCHSPANSREQUEST']._serialized_end=1265
+  _globals['_SPAN']._serialized_start=1267
+  _globals['_SPAN']._serialized_end=1301
+  _globals['_FETCHSPANSRESPONSE']._serialized_start=1303
+  _globals['_FETCHSPANSRESPONSE']._serialized_end=1338
+  _globals['_SENDERSERVICE']._serialized_start=1341
+  _globals['_SENDERSERVICE']._serialized_end=1629
 # @@protoc_insertion_point(module_scope)

@@ -28,7 +28,7 @@ class SendRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[SendStart, _Mapping]] = ..., text: _Optional[bytes] = ...) -> None: ...
 
 class SendStart(_message.Message):
-    __slots__ = ("method", "parameters", "receiver", "system", "question", "text_bytes", "text_digest")
+    __slots__ = ("method", "parameters", "receiver", "system", "question", "text_bytes", "text_digest", "allow_fallback")
     class ParametersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class SendStart(_message.Message):
     QUESTION_FIELD_NUMBER: _ClassVar[int]
     TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
     TEXT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_FALLBACK_FIELD_NUMBER: _ClassVar[int]
     method: str
     parameters: _containers.MessageMap[str, ParameterValue]
     receiver: str
@@ -50,7 +51,8 @@ class SendStart(_message.Message):
     question: str
     text_bytes: int
     text_digest: bytes
-    def __init__(self, method: _Optional[str] = ..., parameters: _Optional[_Mapping[str, ParameterValue]] = ..., receiver: _Optional[str] = ..., system: _Optional[str] = ..., question: _Optional[str] = ..., text_bytes: _Optional[int] = ..., text_digest: _Optional[bytes] = ...) -> None: ...
+    allow_fallback: bool
+    def __init__(self, method: _Optional[str] = ..., parameters: _Optional[_Mapping[str, ParameterValue]] = ..., receiver: _Optional[str] = ..., system: _Optional[str] = ..., question: _Optional[str] = ..., text_bytes: _Optional[int] = ..., text_digest: _Optional[bytes] = ..., allow_fallback: _Optional[bool] = ...) -> None: ...
 
 class ParameterValue(_message.Message):
     __slots__ = ("integer", "number", "text", "flag")
@@ -83,7 +85,7 @@ class SendProgress(_message.Message):
     def __init__(self, stage: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class SendEnd(_message.Message):
-    __slots__ = ("artifact_id", "method", "form", "receiver", "account_json", "manifest_bytes", "payload_bytes", "moved_bytes", "wire_bytes", "reused")
+    __slots__ = ("artifact_id", "method", "form", "receiver", "account_json", "manifest_bytes", "payload_bytes", "moved_bytes", "wire_bytes", "reused", "fallback_reason")
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     FORM_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +96,7 @@ class SendEnd(_message.Message):
     MOVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
     REUSED_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_REASON_FIELD_NUMBER: _ClassVar[int]
     artifact_id: bytes
     method: str
     form: str
@@ -104,7 +107,8 @@ class SendEnd(_message.Message):
     moved_bytes: int
     wire_bytes: int
     reused: bool
-    def __init__(self, artifact_id: _Optional[bytes] = ..., method: _Optional[str] = ..., form: _Optional[str] = ..., receiver: _Optional[str] = ..., account_json: _Optional[str] = ..., manifest_bytes: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., moved_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., reused: _Optional[bool] = ...) -> None: ...
+    fallback_reason: str
+    def __init__(self, artifact_id: _Optional[bytes] = ..., method: _Optional[str] = ..., form: _Optional[str] = ..., receiver: _Optional[str] = ..., account_json: _Optional[str] = ..., manifest_bytes: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., moved_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., reused: _Optional[bool] = ..., fallback_reason: _Optional[str] = ...) -> None: ...
 
 class FetchSpansRequest(_message.Message):
     __slots__ = ("document_digest", "spans")

@@ -22,6 +22,7 @@ from kvferry.core.manifest import (
     Payload,
     Prompt,
     Runtime,
+    Section,
 )
 from kvferry.core.store import ArtifactStore, Stored
 
@@ -31,13 +32,13 @@ SYSTEM = b"Be brief."
 
 
 def make(store: ArtifactStore, text: bytes = TEXT) -> Stored:
-    """Write a text artifact in two chunks."""
+    """Write a text artifact."""
     contents = [
         container.raw_section(container.SYSTEM, "U8", (len(SYSTEM),), SYSTEM),
         container.raw_section(container.TEXT, "U8", (len(text),), text),
     ]
 
-    def describe(payload: Payload) -> Manifest:
+    def describe(sections: tuple[Section, ...], payload: Payload) -> Manifest:
         return Manifest(
             version=1,
             form="text",
@@ -51,13 +52,17 @@ def make(store: ArtifactStore, text: bytes = TEXT) -> Stored:
             method=Method("A1", "custom", aware=False, consume="prefill", params={}, seed=None, calibration=()),
             mapper=None,
             encoding=Encoding(None, None, None, None, None, None),
-            sections=tuple(content.section for content in contents),
+            sections=sections,
             payload=payload,
             parity=None,
             runtime=Runtime("0.1.0", "0.32", "0.32", "cpu"),
         )
 
     return store.create(contents, 1024, describe)
+
+
+def chunk_count(stored: Stored) -> int:
+    return len(stored.manifest.payload.chunks) // 32
 
 
 @pytest.fixture
@@ -105,10 +110,11 @@ def test_people_get_lines_and_a_table(kvferry: Run, store: ArtifactStore) -> Non
     assert f"artifact_id: {stored.artifact_id.hex()}" in shown
     assert "state: committed" in shown
     assert "method.id: A1" in shown
-    assert "payload.chunks: 1" in shown
+    assert f"payload.chunks: {chunk_count(stored)}" in shown
     assert "model: -" in shown
     assert shown[-3].split() == ["SECTION", "DTYPE", "SHAPE", "ENCODING", "BYTES", "DIGEST"]
-    assert shown[-1].split() == ["document.text", "U8", "17", "raw", "17", digest(TEXT).hex()[:16] + "…"]
+    section = stored.manifest.sections[-1].digest.hex()
+    assert shown[-1].split() == ["document.text", "U8", "17", "raw", "17", section[:16] + "…"]
 
 
 @pytest.mark.parametrize("name", ["", "manifest.msgpack"])
@@ -143,7 +149,8 @@ def test_the_default_stores_are_those_of_the_daemons(
     assert (found["state"], found["also_in"]) == ("committed", [str(partial)])
     assert json.loads(kvferry("inspect", str(partial), "--json").stdout)["state"] == "on its way in"
 
-    incoming.put(0, stored.read_chunk(0))
+    for index in range(chunk_count(stored)):
+        incoming.put(index, stored.read_chunk(index))
     receiver.commit(stored.artifact_id, SenderAccount(0, 99, 0.0, 0.0, 0.0, 1.0))
     found = json.loads(kvferry("inspect", stored.artifact_id.hex(), "--store", str(tmp_path / "r"), "--json").stdout)
     assert found["state"] == "committed"

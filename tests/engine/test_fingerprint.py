@@ -96,7 +96,10 @@ def test_every_shard_counts_and_so_does_its_name(tmp_path: Path) -> None:
     rewrite(second, contents[0], 1)
     assert weights_digest(tmp_path) != both
     second.unlink()
-    assert weights_digest(tmp_path) != both
+    alone = weights_digest(tmp_path)
+    assert alone != both
+    first.rename(tmp_path / "model.safetensors")
+    assert weights_digest(tmp_path) != alone
 
 
 def test_files_that_are_no_weights_do_not_count(folder: Path) -> None:

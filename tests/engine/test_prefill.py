@@ -70,6 +70,9 @@ def test_only_valid_rows_are_kept(model: Any) -> None:
     for layer, plain in zip(prefix.layers, cache, strict=True):
         assert layer.keys.shape == layer.values.shape == (1, 2, 150, 16)
         assert layer.positions is None
+        # A view would keep the padded buffer alive.
+        assert np.array(layer.keys, copy=False).flags.c_contiguous
+        assert np.array(layer.values, copy=False).flags.c_contiguous
         assert np.array_equal(np.array(layer.keys), np.array(plain.keys)[:, :, :150])
         assert np.array_equal(np.array(layer.values), np.array(plain.values)[:, :, :150])
     # K and V, 3 layers, 2 KV heads, 150 tokens, head dimension 16, fp32.

@@ -364,7 +364,7 @@ async def test_each_acknowledgement_starts_the_clock_anew(road: Road) -> None:
     hasty(road, 0.4)
 
     async def slowly(*_: object) -> None:
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(0.012)
 
     road.receiver.taking = slowly
     start = time.perf_counter()
@@ -414,6 +414,20 @@ async def test_what_cannot_pass_is_not_tried_again(road: Road, error: errors.Kvf
         await road.drive()
     assert caught.value.message == error.message
     assert road.receiver.offers == 1
+
+
+async def test_the_receivers_own_words_are_heard_while_chunks_are_being_written(road: Road) -> None:
+    async def fail(context: Any, _: int, index: int) -> None:
+        if index == 3:
+            await rpc.abort(context, errors.ContainerError("chunk 3: 5 bytes", chunk=3))
+
+    road.receiver.taking = fail
+    # Whether a status meets a chunk on its way is a matter of microseconds, so once proves nothing.
+    for _ in range(25):
+        road.receiver.chunks.clear()
+        with pytest.raises(errors.ContainerError) as caught:
+            await road.drive()
+        assert caught.value.fields == {"chunk": 3}
 
 
 @pytest.mark.parametrize(

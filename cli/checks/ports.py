@@ -1,0 +1,113 @@
+"""The addresses that a daemon listens on: free, taken, or impossible here."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import socket
+
+from kvferry.cli.checks import daemons
+from kvferry.cli.checks.findings import Finding
+from kvferry.core import addresses, metrics_server
+from kvferry.core.addresses import Address
+from kvferry.core.tls import PeerSecurity
+
+_SECONDS = 1.0
+_PAGE_BYTES = 1024 * 1024
+_PLAINTEXT = PeerSecurity()
+
+
+def listen(text: str, role: str, security: PeerSecurity = _PLAINTEXT) -> Finding:
+    """Check that a daemon can listen, or that it does.
+
+    Args:
+        text: host:port.
+        role: of the daemon that wants the address.
+        security: how it would be called.
+    """
+    address = addresses.parse(text, "listen")
+    reached = _reachable(address) if address.port else None
+    if reached is None:
+        return _free("port", text, address, role)
+    answer = daemons.ask(reached, security, _SECONDS)
+    if answer.node is not None and answer.node.role == role:
+        return Finding("port", "ok", f"{text}: the {role} is running there, with {answer.node.model}")
+    if answer.withheld:
+        return Finding("port", "ok", f"{text}: a kvferry daemon that asks for a token is running there")
+    who = f"a kvferry {answer.node.role}" if answer.node else "another gRPC server"
+    if answer.error is not None:
+        who = "something that does not answer a health check"
+    return _taken("port", f"{text}: the {role} wants it, and it is taken by {who}", address)
+
+
+def page(text: str, role: str) -> Finding:
+    """Check that the metrics page can be served, or that it is."""
+    address = addresses.parse(text, "metrics")
+    reached = _reachable(address) if address.port else None
+    if reached is None:
+        return _free("metrics port", text, address, role)
+    if _serves_metrics(reached):
+        return Finding("metrics port", "ok", f"{text}: a kvferry daemon's metrics are there")
+    return _taken("metrics port", f"{text}: the {role} wants it for its metrics, and another program has it", address)
+
+
+def _free(name: str, text: str, address: Address, role: str) -> Finding:
+    if address.port == 0:
+        return Finding(name, "ok", f"{text}: the {role} takes any free port")
+    trouble = _bind(address)
+    if trouble is None:
+        return Finding(name, "ok", f"{text} is free for the {role}")
+    return Finding(name, "problem", f"{text}: {trouble.strerror or trouble}", _remedy(trouble, address))
+
+
+def _taken(name: str, text: str, address: Address) -> Finding:
+    remedy = f"choose another port, or stop that program (`lsof -nP -i :{address.port}` shows which it is)"
+    return Finding(name, "problem", text, remedy)
+
+
+def _serves_metrics(address: Address) -> bool:
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=_SECONDS)
+    try:
+        connection.request("GET", metrics_server.PATH)
+        return b"kvferry_node_info" in connection.getresponse().read(_PAGE_BYTES)
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _reachable(address: Address) -> Address | None:
+    """Return where somebody takes connections at this address; one that stands for every interface is asked here."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address.host, address.host)  # noqa: S104  (compared, not bound)
+    try:
+        with socket.create_connection((host, address.port), timeout=_SECONDS):
+            return Address(host, address.port)
+    except OSError:
+        return None
+
+
+def _bind(address: Address) -> OSError | None:
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As gRPC does, so that connections of a daemon that just ended are no obstacle.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+            probe.listen(1)
+    except OSError as error:
+        return error
+    return None
+
+
+def _remedy(error: OSError, address: Address) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"choose another port, or stop the program that holds it (`lsof -nP -i :{address.port}` shows which)"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return "ports below 1024 belong to the administrator: choose one from 1024 on, such as 7411 or 7412"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"no interface of this machine has the address {address.host}: give one that it has, or 127.0.0.1"
+    if isinstance(error, socket.gaierror):
+        return f"the name {address.host} does not resolve here: give an IP address"
+    return "give another address or port"
