@@ -13,6 +13,7 @@ import resource
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -25,6 +26,7 @@ from kvferry.core.store import ArtifactStore
 from kvferry.core.stored import Stored
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+STORE_AREAS = ("artifacts", "partial", "quarantine")
 OTHER = "other"
 _MAX_LABEL_VALUES = 64
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9_.-]{1,32}")
@@ -102,9 +104,18 @@ class NodeMetrics:
     def watch_store(self, store: ArtifactStore) -> None:
         """Look at the store whenever the metrics are read."""
         self.gauge("kvferry_artifacts_stored", "Published artifacts.").set_function(lambda: len(store.ids()))
+        for name, text, read in (
+            (
+                "kvferry_artifacts_evicted_total",
+                "Artifacts dropped for want of room or of use.",
+                lambda: store.evictions,
+            ),
+            ("kvferry_artifacts_quarantined_total", "Artifacts put aside as damaged.", lambda: store.quarantines),
+        ):
+            self.registry.register(_Read(name, text, read))
         space = self.gauge("kvferry_store_bytes", "Disk space of the store.", ("area",))
-        space.labels("artifacts").set_function(lambda: _disk_bytes(store.root / "artifacts"))
-        space.labels("partial").set_function(lambda: _disk_bytes(store.root / "partial"))
+        for area in STORE_AREAS:
+            space.labels(area).set_function(partial(_disk_bytes, store.root / area))
 
     def received(self, kind: str, count: int) -> None:
         """Count bytes that came in."""
@@ -164,8 +175,11 @@ class ReceiverMetrics(NodeMetrics):
         self._refused = self.counter("kvferry_artifacts_refused_total", "Refused offers with this reason.", ("code",))
         self._committed = self.counter("kvferry_artifacts_committed_total", "Artifacts published.", ("form",))
         self._dropped = self.counter("kvferry_artifacts_dropped_total", "Artifacts removed on request.")
-        self._damaged = self.counter("kvferry_integrity_failures_total", "Bytes that fail their digest.", ("stage",))
+        self._damaged = self.counter(
+            "kvferry_integrity_failures_total", "What is not as its manifest says.", ("stage",)
+        )
         self._asks = self.counter("kvferry_asks_total", "Answers given to their end.", ("method", "finish_reason"))
+        self._fallbacks = self.counter("kvferry_fallbacks_total", "Answers by another road than asked.", ("fallback",))
         self._verify = self.histogram("kvferry_verify_seconds", "Verifying a whole payload at Commit.")
         self._reconstruct = self.histogram("kvferry_reconstruct_seconds", "Rebuilding a cache or a text.")
         self._first_token = self.histogram("kvferry_first_token_seconds", "From the question to the first text.")
@@ -188,12 +202,14 @@ class ReceiverMetrics(NodeMetrics):
         self._dropped.inc()
 
     def damaged(self, stage: str) -> None:
-        """Count bytes that are not those of the manifest: in a "chunk", at "commit", or in a "stored" artifact."""
+        """Count what is not as its manifest says: a "chunk", a payload at "commit", or a "stored" artifact."""
         self._damaged.labels(stage).inc()
 
     def answered(self, ledger: Ledger) -> None:
         """Count an answer by its ledger."""
         self._asks.labels(self._method_label(ledger.method), ledger.finish_reason).inc()
+        if ledger.fallback is not None:
+            self._fallbacks.labels(ledger.fallback).inc()
         self.received("lookups", ledger.lookups.bytes)
         self._read_document(ledger.tokens.receiver_prefill, ledger.ms.receiver_prefill)
         self._tokens.labels("reused").inc(ledger.tokens.reused)

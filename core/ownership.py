@@ -38,11 +38,12 @@ class Ownership:
         """Return the name of the token that an artifact counts against."""
         return self._entries.get(artifact_id, (None, 0))[0]
 
-    def check(self, token: Token | None, size: int) -> None:
-        """Check that a token may store one more artifact.
+    def check(self, token: Token | None, artifact_id: bytes, size: int) -> None:
+        """Check that a token may store an artifact.
 
         Args:
             token: who asks; None has no limits.
+            artifact_id: what is asked for; an earlier copy of it, which it replaces, does not count.
             size: bytes of manifest and payload.
 
         Raises:
@@ -51,6 +52,9 @@ class Ownership:
         if token is None:
             return
         usage = self._usage.get(token.name, _Usage())
+        owner, replaced = self._entries.get(artifact_id, (None, 0))
+        if owner == token.name:
+            usage = _Usage(usage.artifacts - 1, usage.bytes - replaced)
         for limit_name, used, asked, limit in (
             ("max_artifacts", usage.artifacts, 1, token.max_artifacts),
             ("max_bytes", usage.bytes, size, token.max_bytes),

@@ -58,7 +58,12 @@ def _holds(path: Path, data: bytes) -> bool:
 
 
 class ArtifactStore:
-    """A directory of artifacts with one writing process. Thread-safe."""
+    """A directory of artifacts with one writing process. Thread-safe.
+
+    Attributes:
+        root: the directory.
+        evictions, quarantines: how many artifacts went for want of room or of use, and were put aside, since it opened.
+    """
 
     def __init__(self, root: Path, *, budget: int = 0, ttl_seconds: float = 0.0, durable: bool = True) -> None:
         """Open the store, creating it if needed. What an earlier process left damaged is put into quarantine.
@@ -89,7 +94,11 @@ class ArtifactStore:
         try:
             shutil.rmtree(root / "aside")
             (root / "aside").mkdir()
-            for folder, owner_file in (("partial", OWNER_FILE), ("artifacts", RECORD_FILE)):
+            for folder, owner_file in (
+                ("quarantine", RECORD_FILE),
+                ("partial", OWNER_FILE),
+                ("artifacts", RECORD_FILE),
+            ):
                 self._ownership.recover(root / folder, owner_file, (MANIFEST_FILE, PAYLOAD_FILE))
         except OSError as error:
             self._lock_file.close()
@@ -98,6 +107,8 @@ class ArtifactStore:
         self._partials: dict[bytes, Partial] = {}
         self._retention = Retention(budget, ttl_seconds)
         self._durable = durable
+        self.evictions = 0
+        self.quarantines = 0
         self._recover()
 
     def close(self) -> None:
@@ -166,7 +177,7 @@ class ArtifactStore:
             self._check_open_files()
             try:
                 if not path.exists():
-                    self._ownership.check(owner, size)
+                    self._ownership.check(owner, artifact_id, size)
                     self._make_room(size)
                     self._check_room(decoded.payload.length)
                     path.mkdir()
@@ -280,6 +291,7 @@ class ArtifactStore:
             try:
                 shutil.rmtree(target, ignore_errors=True)
                 source.rename(target)
+                self.quarantines += 1
                 write_atomic(target / _REASON_FILE, reason.encode("utf-8"))
             except FileNotFoundError:
                 return
@@ -388,6 +400,7 @@ class ArtifactStore:
             # Somebody may have removed the files by hand.
             with contextlib.suppress(NotFoundError):
                 self.drop(artifact_id)
+                self.evictions += 1
 
     def _raise_if_quarantined(self, artifact_id: bytes) -> None:
         if self._path("quarantine", artifact_id).exists():

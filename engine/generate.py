@@ -9,7 +9,7 @@ from typing import Any, Literal
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_top_p
 
-from kvferry.core.errors import InvalidRequestError
+from kvferry.core.errors import InvalidRequestError, ModelError
 from kvferry.engine.tensors import scalar
 
 FinishReason = Literal["stop", "length"]
@@ -71,7 +71,12 @@ def forward(model: Any, ids: Sequence[int], caches: Sequence[Any]) -> mx.array:
 
     Returns:
         Logits [N, V] in the model's dtype.
+
+    Raises:
+        ModelError: when there is not one cache a layer. mlx-lm would leave the other layers out.
     """
+    if len(caches) != len(model.layers):
+        raise ModelError(f"cache: {len(caches)} caches for {len(model.layers)} layers")
     logits: mx.array = model(mx.array(list(ids), dtype=mx.uint32)[None], cache=list(caches))
     return logits[0]
 

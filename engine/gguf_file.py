@@ -59,7 +59,7 @@ class GgufFile:
         if path.stat().st_size == 0:
             raise ModelError(f"{path.name} is empty", path=str(path))
         data = np.memmap(path, dtype=np.uint8, mode="r")
-        header = read_header(memoryview(data))
+        header = read_header(data.data)
         self.path = path
         self._metadata = header.metadata
         self.tensors = {

@@ -8,7 +8,7 @@ import msgspec
 
 from kvferry.core import manifest
 from kvferry.core.compat import Profile, Verdict, judge
-from kvferry.core.errors import ContainerError, InvalidRequestError, NotFoundError
+from kvferry.core.errors import ContainerError, InvalidRequestError, NotFoundError, QuarantinedError
 from kvferry.core.ledger import SenderAccount, account_from_json
 from kvferry.core.metrics import ReceiverMetrics
 from kvferry.core.plan import make_plan
@@ -109,7 +109,8 @@ class Intake:
     def _is_committed(self, artifact_id: bytes) -> bool:
         try:
             self._store.get(artifact_id)
-        except NotFoundError:
+        except (NotFoundError, QuarantinedError):
+            # What was put aside is taken in anew.
             return False
         return True
 

@@ -19,6 +19,7 @@ from kvferry.core.ledger import SenderAccount, to_json
 from kvferry.core.logs import logger
 from kvferry.core.metrics import SenderMetrics
 from kvferry.core.store import ArtifactStore
+from kvferry.core.tls import PeerSecurity
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.prompt import DEFAULT_SYSTEM
 from kvferry.engine.residency import Residency

@@ -5,12 +5,12 @@ from __future__ import annotations
 import datetime as dt
 import ipaddress
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvferry.cli.checks.findings import Finding
 from kvferry.core import addresses
-from kvferry.core import certificates as pem
 from kvferry.core.config import NodeConfig
 from kvferry.core.errors import ConfigError
 
@@ -19,21 +19,38 @@ if TYPE_CHECKING:
 
 SOON = dt.timedelta(days=30)
 _RENEW = "`kvferry certs` makes new ones; then restart the daemon"
-_INSTALL = "install it into this Python: pip install cryptography"
+_INSTALL = "install the package that reads certificates into this Python: pip install cryptography"
 
 
 def certificate(config: NodeConfig, now: dt.datetime | None = None) -> list[Finding]:
     """Check what the daemon shows; nothing without TLS."""
     if not config.certificate and not config.key:
         return []
-    path, key = Path(config.certificate).expanduser(), Path(config.key).expanduser()
+    return _looked("certificate", lambda: _identity(config, now))
+
+
+def authority(config: NodeConfig, now: dt.datetime | None = None) -> list[Finding]:
+    """Check whom the daemon trusts; nothing without an authority."""
+    if not config.authority:
+        return []
+    return _looked("authority", lambda: _authority(Path(config.authority).expanduser(), now))
+
+
+def _looked(name: str, look: Callable[[], list[Finding]]) -> list[Finding]:
     try:
-        identity = pem.read_identity(path if config.certificate else None, key if config.key else None)
-        leaf = pem.parse_certificates(identity.certificate, f"certificate: {path}")[0]
+        return look()
     except ConfigError as error:
-        return [Finding("certificate", "problem", error.message, _RENEW)]
+        return [Finding(name, "problem", error.message, _RENEW)]
     except ModuleNotFoundError as error:
-        return [_not_installed("certificate", error)]
+        return [Finding(name, "warning", f"not checked: {error}", _INSTALL)]
+
+
+def _identity(config: NodeConfig, now: dt.datetime | None) -> list[Finding]:
+    from kvferry.core import certificates as pem
+
+    path, key = Path(config.certificate).expanduser(), Path(config.key).expanduser()
+    identity = pem.read_identity(path if config.certificate else None, key if config.key else None)
+    leaf = pem.parse_certificates(identity.certificate, f"certificate: {path}")[0]
     found = [_dates("certificate", path, leaf, now), _names(config, path, leaf)]
     if not pem.is_private(key):
         text = f"{key} can be read by other users of this machine"
@@ -41,17 +58,10 @@ def certificate(config: NodeConfig, now: dt.datetime | None = None) -> list[Find
     return found
 
 
-def authority(config: NodeConfig, now: dt.datetime | None = None) -> list[Finding]:
-    """Check whom the daemon trusts; nothing without an authority."""
-    if not config.authority:
-        return []
-    path = Path(config.authority).expanduser()
-    try:
-        trusted = pem.parse_certificates(pem.read_authority(path), f"authority: {path}")
-    except ConfigError as error:
-        return [Finding("authority", "problem", error.message, _RENEW)]
-    except ModuleNotFoundError as error:
-        return [_not_installed("authority", error)]
+def _authority(path: Path, now: dt.datetime | None) -> list[Finding]:
+    from kvferry.core import certificates as pem
+
+    trusted = pem.parse_certificates(pem.read_authority(path), f"authority: {path}")
     return [_dates("authority", path, max(trusted, key=lambda item: item.not_valid_after_utc), now)]
 
 
@@ -104,7 +114,3 @@ def _is_wildcard(host: str) -> bool:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False
-
-
-def _not_installed(name: str, error: ModuleNotFoundError) -> Finding:
-    return Finding(name, "warning", f"not checked: the package {error.name} is not installed", _INSTALL)

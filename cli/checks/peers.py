@@ -107,7 +107,10 @@ def health(address: Address, answer: Answer) -> Finding:
         text = answer.error.message
         if str(address) not in text:
             text = f"{address}: {text}"
-        return Finding("health", "problem", text, f"see that a kvferry daemon is at that port; {_OTHER_END}")
+        remedy = (
+            "see that the port is a kvferry daemon's (7411 sender, 7412 receiver), and that both ends use TLS or none"
+        )
+        return Finding("health", "problem", text, remedy)
     trip = f"{answer.round_trip * 1000:.1f} ms a call"
     if not answer.serving:
         return Finding("health", "problem", f"{address} is stopping", "wait for it to end, and start it again")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvferry.cli.checks import certificates, disk, memory, model, peers, ports, runtime
+from kvferry.cli.checks import certificates, disk, memory, model, peers, ports, runtime, tokens
 from kvferry.cli.checks.findings import Check, Finding
 from kvferry.cli.checks.system import System
 from kvferry.core import addresses, config, security
@@ -57,7 +57,7 @@ def checks(system: System, daemons: Sequence[Daemon], dialled: Sequence[Address]
     for role, loaded in known.items():
         yield Check("port", partial(_ports, role, loaded))
         yield Check("store", partial(_store, loaded))
-        yield Check("certificate", partial(_certificates, loaded))
+        yield Check("certificate", partial(_credentials, loaded))
     for address in dialled:
         yield Check("peer", partial(_peer, system, address, list(known.values())), _PEER_SECONDS)
 
@@ -107,8 +107,9 @@ def _store(loaded: NodeConfig) -> list[Finding]:
     return [disk.writable(path), disk.space(path), *_some(disk.ledger(loaded))]
 
 
-def _certificates(loaded: NodeConfig) -> list[Finding]:
-    return [*certificates.certificate(loaded), *certificates.authority(loaded)]
+def _credentials(loaded: NodeConfig) -> list[Finding]:
+    shown = [*certificates.certificate(loaded), *certificates.authority(loaded)]
+    return [*shown, *_some(tokens.accepted(loaded)), *_some(tokens.shown(loaded))]
 
 
 def _peer(system: System, address: Address, known: Sequence[NodeConfig]) -> list[Finding]:

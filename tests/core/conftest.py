@@ -44,6 +44,7 @@ from kvferry.core.manifest import (
     Quantization,
     Rope,
     Runtime,
+    Section,
     Tokenizer,
     encode,
 )
@@ -74,12 +75,15 @@ class Example:
 
     @property
     def payload(self) -> bytes:
-        return b"".join(container.pieces(self.contents))
+        return b"".join(pieces(self.contents))
 
     def chunks(self) -> list[bytes]:
         size = self.manifest.payload.chunk_size
-        payload = self.payload
-        return [payload[at : at + size] for at in range(0, len(payload), size)]
+        return [chunk for piece in pieces(self.contents) for chunk in cut(piece, size)]
+
+    def offset(self, index: int) -> int:
+        """Where chunk ``index`` begins in the payload; that of the chunk behind the last is the payload's length."""
+        return sum(len(chunk) for chunk in self.chunks()[:index])
 
     def put_into(self, partial: Partial) -> None:
         for index, chunk in enumerate(self.chunks()):
@@ -94,8 +98,8 @@ class Example:
         assert stored.artifact_id == self.id
         assert stored.manifest == self.manifest
         assert stored.encoded == self.encoded
-        sections = {name: bytes(data) for name, data in stored.read_sections().items()}
-        assert sections == {content.section.name: bytes(content.data) for content in self.contents}
+        for content in self.contents:
+            assert stored.sections.read(content.name) == content.data
         assert [stored.read_chunk(index) for index in range(len(self.chunks()))] == self.chunks()
         assert stored.payload_path.read_bytes() == self.payload
         names = sorted(path.name for path in stored.payload_path.parent.iterdir())
@@ -106,15 +110,25 @@ def named_digest(name: str) -> bytes:
     return blake3(name.encode()).digest()
 
 
-def payload_of(data: bytes, chunk_size: int) -> Payload:
-    digests = [blake3(data[at : at + chunk_size]).digest() for at in range(0, len(data), chunk_size)]
-    return Payload(len(data), blake3(data).digest(), chunk_size, b"".join(digests))
+def pieces(contents: tuple[Content, ...]) -> list[bytes]:
+    """What no chunk crosses the edges of: the header, then each section."""
+    return [container.header(contents), *(bytes(content.data) for content in contents)]
+
+
+def cut(data: bytes, chunk_size: int) -> list[bytes]:
+    return [data[at : at + chunk_size] for at in range(0, len(data), chunk_size)]
 
 
 def described(manifest: Manifest, contents: tuple[Content, ...], chunk_size: int = CHUNK) -> Example:
-    """Return the example with these contents: sections, sizes and digests follow from them."""
-    sections = tuple(content.section for content in contents)
-    payload = payload_of(b"".join(container.pieces(contents)), chunk_size)
+    """Return the example with these contents: sections, sizes and digests follow from them, by docs/wire.md §3."""
+    parts = pieces(contents)
+    digests = [b"".join(blake3(chunk).digest() for chunk in cut(part, chunk_size)) for part in parts]
+    sections = tuple(
+        Section(one.name, one.dtype, one.shape, one.encoding, len(one.data), blake3(joined).digest(), one.decoded)
+        for one, joined in zip(contents, digests[1:], strict=True)
+    )
+    chunks = b"".join(digests)
+    payload = Payload(sum(map(len, parts)), blake3(chunks).digest(), chunk_size, chunks)
     return Example(msgspec.structs.replace(manifest, sections=sections, payload=payload), contents)
 
 
@@ -213,7 +227,11 @@ def describe() -> Callable[..., Example]:
 
 @pytest.fixture(scope="session")
 def kv_example() -> Callable[..., Example]:
-    """Return a factory: ``kv_example(dtype="F32", tokens=40, rows=24, chunk_size=1024)``; about 8 KB in 9 chunks."""
+    """Return a factory: ``kv_example(dtype="F32", tokens=40, rows=24, chunk_size=1024)``; about 8 KB in 12 chunks.
+
+    Chunk 0 is the header, 1 the ids, 2-4 and 5-7 the first layer's keys and values, 8-11 the second's positions, keys
+    (two chunks) and values.
+    """
 
     def build(dtype: Any = "F32", tokens: int = 40, rows: int = 24, chunk_size: int = CHUNK) -> Example:
         layout = (
@@ -257,9 +275,9 @@ def text_example() -> Callable[..., Example]:
 
 @pytest.fixture(scope="session")
 def zstd_example() -> Callable[..., Example]:
-    """Return a factory: ``zstd_example(text=…, level=3)``."""
+    """Return a factory: ``zstd_example(text=…, level=3, chunk_size=1024)``."""
 
-    def build(text: bytes = TEXT, level: int = 3) -> Example:
+    def build(text: bytes = TEXT, level: int = 3, chunk_size: int = CHUNK) -> Example:
         contents = (
             container.raw_section(container.SYSTEM, "U8", (len(SYSTEM),), SYSTEM),
             container.zstd_section(container.TEXT, text, level),
@@ -269,7 +287,7 @@ def zstd_example() -> Callable[..., Example]:
             document=Document(blake3(text).digest(), len(text), len(text.decode())),
             encoding=msgspec.structs.replace(NO_ENCODING, zstd=level),
         )
-        return described(manifest, contents)
+        return described(manifest, contents, chunk_size)
 
     return build
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvferry.core import ledger
-from kvferry.core.ledger import Ledger, Lookups, Milliseconds, Rows, SenderAccount, Tokens, Traffic
+from kvferry.core.ledger import Ledger, Lookups, Milliseconds, ParityFigures, Rows, SenderAccount, Tokens, Traffic
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "ledger.md"
 ACCOUNT = SenderAccount(
@@ -36,6 +36,7 @@ RECORD = Ledger(
     tokens=Tokens(900, 12, 900, 33),
     ms=Milliseconds(1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5),
     rows=Rows(24, 32.5, 41),
+    parity=ParityFigures(0.001, top1=True, bound=0.01),
     resident_bytes=123_456,
     finish_reason="stop",
     prompt_version=1,

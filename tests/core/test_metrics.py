@@ -63,6 +63,7 @@ def ledger(method: str = "B1", *, lookups: int = 0, first_token: float | None = 
         tokens=Tokens(sender_prefill=9, receiver_prefill=7, reused=reused, generated=3),
         ms=Milliseconds(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.0, first_token, 250.0),
         rows=Rows(1, 1.0, 1),
+        parity=None,
         resident_bytes=1,
         finish_reason="stop",
         prompt_version=1,
@@ -100,7 +101,10 @@ def test_two_daemons_in_one_process_share_nothing() -> None:
 def test_an_answer_counts_by_its_ledger() -> None:
     metrics = ReceiverMetrics("tiny", VERSIONS)
     metrics.answered(ledger(lookups=40))
-    metrics.answered(ledger("odd method", first_token=None, reused=1))
+    metrics.answered(
+        msgspec.structs.replace(ledger("odd method", first_token=None, reused=1), fallback="fallback_reprefill")
+    )
+    assert value(metrics, "kvferry_fallbacks_total", fallback="fallback_reprefill") == 1
     assert value(metrics, "kvferry_asks_total", method="B1", finish_reason="stop") == 1
     assert value(metrics, "kvferry_asks_total", method="other", finish_reason="stop") == 1
     assert value(metrics, "kvferry_received_bytes_total", kind="lookups") == 40
@@ -158,6 +162,28 @@ def test_a_file_with_holes_counts_as_what_it_takes_on_disk(tmp_path: Path) -> No
     assert 8192 <= value(metrics, "kvferry_store_bytes", area="partial") < 1_000_000
     assert value(metrics, "kvferry_artifacts_stored") == 0
     store.close()
+
+
+def test_what_the_store_lets_go_or_puts_aside_is_counted(tmp_path: Path) -> None:
+    store, metrics = ArtifactStore(tmp_path), node()
+    metrics.watch_store(store)
+    damaged, begun = bytes([1]) * 32, bytes([2]) * 32
+    for folder, artifact_id in (("artifacts", damaged), ("partial", begun)):
+        path = tmp_path / folder / artifact_id.hex()
+        path.mkdir()
+        (path / "payload").write_bytes(bytes(5000))
+    assert value(metrics, "kvferry_artifacts_stored") == 1
+    store.quarantine(damaged, "looked wrong")
+    assert value(metrics, "kvferry_artifacts_quarantined_total") == 1
+    assert value(metrics, "kvferry_artifacts_stored") == 0
+    assert value(metrics, "kvferry_store_bytes", area="quarantine") >= 5000
+    assert value(metrics, "kvferry_artifacts_evicted_total") == 0
+    store.close()
+    again, other = ArtifactStore(tmp_path, ttl_seconds=1e-9), node()
+    other.watch_store(again)
+    assert value(other, "kvferry_artifacts_stored") == 0
+    assert value(other, "kvferry_artifacts_evicted_total") == 2
+    again.close()
 
 
 def test_the_document_lists_every_metric_and_no_other(tmp_path: Path) -> None:

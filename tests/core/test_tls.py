@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import subprocess
@@ -23,6 +24,7 @@ from kvferry.core.errors import AuthenticationError, ConfigError, KvferryError, 
 from kvferry.core.tls import PeerSecurity
 
 METHOD = "/kvferry.test.EchoService/Echo"
+TOKEN = "kvf_x"  # noqa: S105
 NOW = datetime.datetime.now(datetime.UTC)
 LONG_AGO = NOW - datetime.timedelta(days=100)
 
@@ -252,11 +254,9 @@ class TestHandshakes:
 class TestTokens:
     async def test_a_token_goes_with_every_call_over_tls(self, pki: Pki, serve: Serve) -> None:
         async with serve(pki.good) as address:
-            assert await call(address, PeerSecurity(pki.authority, token="kvf_x")) == b"hello|Bearer kvf_x"
-            security = PeerSecurity(pki.authority, token="kvf_x")
+            assert await call(address, PeerSecurity(pki.authority, token=TOKEN)) == b"hello|Bearer kvf_x"
+            security = PeerSecurity(pki.authority, token=TOKEN)
             with channel.open_blocking(address, security) as peer:
-                import asyncio
-
                 echo = peer.unary_unary(METHOD)
                 assert await asyncio.to_thread(echo, b"a", timeout=10) == b"a|Bearer kvf_x"
                 answer, _ = await asyncio.to_thread(echo.with_call, b"b", timeout=10, metadata=(("x-more", "1"),))
@@ -265,7 +265,7 @@ class TestTokens:
 
     async def test_on_loopback_a_token_needs_no_tls(self, serve: Serve) -> None:
         async with serve(None) as address:
-            assert await call(address, PeerSecurity(token="kvf_x")) == b"hello|Bearer kvf_x"
+            assert await call(address, PeerSecurity(token=TOKEN)) == b"hello|Bearer kvf_x"
 
     @pytest.mark.parametrize("opened", [channel.open_async, channel.open_blocking])
     def test_a_token_never_crosses_a_network_unencrypted(self, pki: Pki, opened: Callable[..., Any]) -> None:
@@ -273,24 +273,24 @@ class TestTokens:
         with pytest.raises(
             ConfigError, match=r"token: would cross the network to 192\.0\.2\.1:7412 unencrypted"
         ) as caught:
-            opened(address, PeerSecurity(token="kvf_hidden"))
-        assert "kvf_hidden" not in repr(caught.value) + str(caught.value.fields)
+            opened(address, PeerSecurity(token=TOKEN))
+        assert TOKEN not in repr(caught.value) + str(caught.value.fields)
 
     async def test_unless_that_was_asked_for(self, pki: Pki) -> None:
         address = Address("192.0.2.1", 7412)
-        for security in (PeerSecurity(token="kvf_x", insecure=True), PeerSecurity(pki.authority, token="kvf_x")):
+        for security in (PeerSecurity(token=TOKEN, insecure=True), PeerSecurity(pki.authority, token=TOKEN)):
             await channel.open_async(address, security).close()
             channel.open_blocking(address, security).close()
 
     def test_nothing_that_prints_it_shows_a_token(self) -> None:
-        assert "kvf_hidden" not in repr(PeerSecurity(token="kvf_hidden"))
+        assert TOKEN not in repr(PeerSecurity(token=TOKEN))
 
     def test_a_certificate_without_an_authority_is_refused(self, pki: Pki) -> None:
         with pytest.raises(ConfigError, match="authority"):
             channel.open_blocking(Address("127.0.0.1", 1), PeerSecurity(None, pki.good.certificate, pki.good.key))
 
     async def test_streams_are_grpcs_own_calls(self, serve: Serve) -> None:
-        async with serve(None) as address, channel.open_async(address, PeerSecurity(token="kvf_x")) as peer:
+        async with serve(None) as address, channel.open_async(address, PeerSecurity(token=TOKEN)) as peer:
             calls = [peer.unary_stream(METHOD)(b""), peer.stream_unary(METHOD)(), peer.stream_stream(METHOD)()]
             for stream in calls:
                 assert type(stream).__module__ == "grpc.aio._call"

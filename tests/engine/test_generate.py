@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mlx_lm import tokenizer_utils
 
-from kvferry.core.errors import ContextOverflowError, InvalidRequestError
+from kvferry.core.errors import ContextOverflowError, InvalidRequestError, ModelError
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.generate import Answer, Sampling, Token, forward, generate
 from kvferry.engine.model import LoadedModel
@@ -28,6 +28,7 @@ class Scripted:
     """A model that says the given tokens, whatever it reads."""
 
     script: Sequence[int]
+    layers: Sequence[Any] = ()
     read: list[list[int]] = field(default_factory=list)
 
     def __call__(self, ids: mx.array, cache: Any) -> mx.array:
@@ -43,6 +44,7 @@ class Fixed:
     """A model that gives the same logits after every token."""
 
     logits: np.ndarray[Any, Any]
+    layers: Sequence[Any] = ()
 
     def __call__(self, ids: mx.array, cache: Any) -> mx.array:
         del cache
@@ -175,7 +177,7 @@ def test_no_more_than_max_tokens(tokenizer: Any, most: int) -> None:
 
 
 def test_closing_stops_the_work(tokenizer: Any) -> None:
-    model = Scripted([75] * 100)
+    model = Scripted([75] * 100, layers=["one"])
     caches = [type("Cache", (), {})()]
     watched = weakref.ref(caches[0])
     generator = generate(model, tokenizer, [1], caches, Sampling(max_tokens=100))
@@ -275,6 +277,14 @@ def test_impossible_sampling_names_the_field_and_what_is_allowed(wrong: dict[str
         Sampling(**wrong)
     assert caught.value.message == message
     assert caught.value.fields["field"] == next(iter(wrong))
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_there_must_be_one_cache_a_layer(loaded: LoadedModel, prefix: PrefixCache, count: int) -> None:
+    other = PrefixCache((prefix.layers * 2)[:count], prefix.offset)
+    answer = loaded.answer([1], other, prefix.offset, Sampling())
+    with pytest.raises(ModelError, match=f"cache: {count} caches for 2 layers"):
+        next(answer)
 
 
 def test_logits_come_for_every_fresh_token(loaded: LoadedModel, prefix: PrefixCache) -> None:

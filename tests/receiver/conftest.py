@@ -78,12 +78,12 @@ class Bench:
         assert isinstance(prepared, Preparation)
         return prepared
 
-    def start(self, stored: Stored, question: str, max_tokens: int = 12) -> Generator[Token, None, Any]:
+    def start(self, stored: Stored, question: str, max_tokens: int = 6) -> Generator[Token, None, Any]:
         """Prepare and return the answer's generator."""
         account = Account(time.perf_counter(), self.prepare(stored))
         return self.answerer.answer(stored, question, Sampling(max_tokens), account)
 
-    def ask(self, stored: Stored, question: str, max_tokens: int = 12) -> tuple[Answer, Ledger]:
+    def ask(self, stored: Stored, question: str, max_tokens: int = 6) -> tuple[Answer, Ledger]:
         answer, ledger = run_to_end(self.start(stored, question, max_tokens))
         return answer, ledger
 
@@ -129,7 +129,7 @@ def local_answer() -> Callable[..., tuple[int, ...]]:
     """Return a function: the ids that a model chooses greedily after document and question, on mlx-lm's caches."""
 
     def answer(
-        model: LoadedModel, text: str, question: str, max_tokens: int = 12, system: str = DEFAULT_SYSTEM
+        model: LoadedModel, text: str, question: str, max_tokens: int = 6, system: str = DEFAULT_SYSTEM
     ) -> tuple[int, ...]:
         cache = make_prompt_cache(model.model)
         prefix = model.prompt.prefix(text, system)

@@ -44,7 +44,7 @@ def test_every_lossless_method_answers_as_the_local_model(
     assert expected[0] != expected[1]
     assert all(len(ids) > 3 for ids in expected)
     for method in LOSSLESS:
-        for question, ids in zip(QUESTIONS * 2, expected * 2, strict=True):
+        for question, ids in zip((*QUESTIONS, QUESTIONS[0]), (*expected, expected[0]), strict=True):
             assert receiver.ask(stored[method], question)[0].token_ids == ids, method
 
 
@@ -53,7 +53,7 @@ def test_the_answer_depends_on_the_document(
 ) -> None:
     receiver = bench(model)
     answers = {
-        (method, text): receiver.ask(receiver.take(artifact(model, method, text)), QUESTIONS[0])[0].token_ids
+        (method, text): receiver.ask(receiver.take(artifact(model, method, text)), QUESTIONS[0], 3)[0].token_ids
         for method in (*LOSSLESS, "A0")
         for text in (DOCUMENT, OTHER)
     }
@@ -258,7 +258,7 @@ def test_interleaved_questions_are_answered_as_each_alone(
     bench: Callable[..., Any], artifact: Callable[..., Any], model: LoadedModel
 ) -> None:
     receiver = bench(model)
-    stored = [receiver.take(artifact(model, method, text)) for method in LOSSLESS for text in (DOCUMENT, OTHER)]
+    stored = [receiver.take(artifact(model, method, text)) for method in ("A1", "B1") for text in (DOCUMENT, OTHER)]
     runs = [(one, question) for one in stored for question in QUESTIONS]
     alone = [receiver.ask(*run)[0] for run in runs]
     live = {number: receiver.start(*run) for number, run in enumerate(runs)}

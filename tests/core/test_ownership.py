@@ -1,0 +1,238 @@
+"""Quotas of the store: what a token has stored counts against it, on its way in, published, and after a restart."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.core import limits, manifest
+from kvferry.core.errors import IntegrityError, QuotaError, TooLargeError
+from kvferry.core.store import ArtifactStore
+from kvferry.core.tokens import Token
+
+Example = Any
+
+
+def token(name: str = "studio", **limits_of: int) -> Token:
+    return Token(name=name, digest="0" * 64, **limits_of)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def examples(text_example: Callable[..., Example]) -> list[Example]:
+    """Artifacts of 3 KB each, all different."""
+    return [text_example(text=f"document {number} ".encode() * 200) for number in range(4)]
+
+
+def size(example: Example) -> int:
+    return len(example.encoded) + example.manifest.payload.length
+
+
+def identity(example: Example) -> bytes:
+    return manifest.artifact_id(example.encoded)
+
+
+def deliver(store: ArtifactStore, example: Example, owner: Token | None) -> None:
+    partial = store.begin(example.encoded, owner)
+    step = example.manifest.payload.chunk_size
+    for index, start in enumerate(range(0, len(example.payload), step)):
+        partial.put(index, example.payload[start : start + step])
+    store.commit(identity(example), None)
+
+
+def test_the_number_of_artifacts_is_limited(tmp_path: Path, examples: list[Example]) -> None:
+    store = ArtifactStore(tmp_path)
+    owner = token(max_artifacts=2)
+    deliver(store, examples[0], owner)
+    store.begin(examples[1].encoded, owner)
+    with pytest.raises(QuotaError) as caught:
+        store.begin(examples[2].encoded, owner)
+    assert caught.value.fields == {
+        "field": "max_artifacts",
+        "token": "studio",
+        "current": 2,
+        "asked": 1,
+        "limit": 2,
+    }
+    assert not caught.value.retryable
+    assert not (tmp_path / "partial" / identity(examples[2]).hex()).exists()
+
+
+@pytest.mark.parametrize(("spare", "fits"), [(0, True), (-1, False)])
+def test_bytes_are_counted_as_declared_before_any_has_come(
+    tmp_path: Path, examples: list[Example], spare: int, *, fits: bool
+) -> None:
+    store = ArtifactStore(tmp_path)
+    first, second = examples[:2]
+    owner = token(max_bytes=size(first) + size(second) + spare)
+    store.begin(first.encoded, owner)
+    if fits:
+        store.begin(second.encoded, owner)
+    else:
+        with pytest.raises(QuotaError) as caught:
+            store.begin(second.encoded, owner)
+        fields = caught.value.fields
+        assert (fields["current"], fields["asked"], fields["limit"]) == (size(first), size(second), owner.max_bytes)
+        assert all(str(value) in caught.value.message for value in (size(first), size(second), owner.max_bytes))
+
+
+@pytest.mark.parametrize("when", ["partial", "published"])
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_dropped_artifact_gives_its_share_back(
+    tmp_path: Path, examples: list[Example], when: str, *, restart: bool
+) -> None:
+    store = ArtifactStore(tmp_path)
+    owner = token(max_artifacts=1, max_bytes=size(examples[0]) + 100)
+    if when == "partial":
+        store.begin(examples[0].encoded, owner)
+    else:
+        deliver(store, examples[0], owner)
+    if restart:
+        store.close()
+        store = ArtifactStore(tmp_path)
+    with pytest.raises(QuotaError):
+        store.begin(examples[1].encoded, owner)
+    store.drop(identity(examples[0]))
+    deliver(store, examples[1], owner)
+    assert store.get(identity(examples[1])).record.owner == "studio"
+
+
+def test_a_restart_counts_the_same_bytes(tmp_path: Path, examples: list[Example]) -> None:
+    store = ArtifactStore(tmp_path)
+    deliver(store, examples[0], token())
+    store.begin(examples[1].encoded, token())
+    store.close()
+    total = size(examples[0]) + size(examples[1])
+    with pytest.raises(QuotaError) as caught:
+        ArtifactStore(tmp_path).begin(examples[2].encoded, token(max_bytes=0))
+    assert caught.value.fields["current"] == total
+
+
+def test_each_token_has_a_share_of_its_own(tmp_path: Path, examples: list[Example]) -> None:
+    store = ArtifactStore(tmp_path)
+    store.begin(examples[0].encoded, token("studio", max_artifacts=1))
+    store.begin(examples[1].encoded, token("laptop", max_artifacts=1))
+    for number, name in itertools.product((2, 3), ("studio", "laptop")):
+        with pytest.raises(QuotaError, match=name):
+            store.begin(examples[number].encoded, token(name, max_artifacts=1))
+    store.begin(examples[2].encoded)
+    store.begin(examples[3].encoded, token("boundless"))
+
+
+def test_an_artifact_belongs_to_whoever_offered_it_first(tmp_path: Path, examples: list[Example]) -> None:
+    store = ArtifactStore(tmp_path)
+    owner, other = token("studio", max_artifacts=1), token("laptop", max_artifacts=0)
+    store.begin(examples[0].encoded, owner)
+    # A second offer resumes what is there and costs nobody anything, also after a restart.
+    store.begin(examples[0].encoded, other)
+    store.close()
+    store = ArtifactStore(tmp_path)
+    store.begin(examples[0].encoded, other)
+    deliver(store, examples[0], other)
+    assert store.get(identity(examples[0])).record.owner == "studio"
+
+
+def test_what_was_stored_without_a_token_counts_against_none(tmp_path: Path, examples: list[Example]) -> None:
+    store = ArtifactStore(tmp_path)
+    deliver(store, examples[0], None)
+    assert store.get(identity(examples[0])).record.owner is None
+    store.close()
+    store = ArtifactStore(tmp_path)
+    store.begin(examples[1].encoded, token(max_artifacts=1))
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_what_is_put_aside_counts_until_a_new_copy_replaces_it(
+    tmp_path: Path, examples: list[Example], *, restart: bool
+) -> None:
+    store = ArtifactStore(tmp_path)
+    owner = token(max_artifacts=1, max_bytes=size(examples[0]))
+    deliver(store, examples[0], owner)
+    store.quarantine(identity(examples[0]), "a digest differs")
+    if restart:
+        store.close()
+        store = ArtifactStore(tmp_path)
+    with pytest.raises(QuotaError):
+        store.begin(examples[1].encoded, owner)
+    deliver(store, examples[0], owner)
+    assert store.get(identity(examples[0])).record.owner == "studio"
+    with pytest.raises(QuotaError) as caught:
+        store.begin(examples[1].encoded, owner)
+    assert caught.value.fields["current"] == 1
+
+
+def test_an_artifact_that_contradicts_itself_gives_its_share_back(
+    tmp_path: Path, text_example: Callable[..., Example], examples: list[Example]
+) -> None:
+    import msgspec
+
+    good = text_example()
+    payload = msgspec.structs.replace(good.manifest.payload, digest=bytes(32))
+    encoded = manifest.encode(msgspec.structs.replace(good.manifest, payload=payload))
+    store = ArtifactStore(tmp_path)
+    owner = token(max_artifacts=1)
+    partial = store.begin(encoded, owner)
+    step = payload.chunk_size
+    for index, start in enumerate(range(0, len(good.payload), step)):
+        partial.put(index, good.payload[start : start + step])
+    with pytest.raises(IntegrityError):
+        store.commit(manifest.artifact_id(encoded), None)
+    store.begin(examples[0].encoded, owner)
+
+
+def test_offers_at_the_same_time_do_not_slip_through(tmp_path: Path, text_example: Callable[..., Example]) -> None:
+    store = ArtifactStore(tmp_path)
+    offers = [text_example(text=f"offer {number}".encode()).encoded for number in range(16)]
+    owner = token(max_artifacts=3)
+    outcomes: list[bool] = []
+
+    def offer(encoded: bytes) -> None:
+        try:
+            store.begin(encoded, owner)
+        except QuotaError:
+            outcomes.append(False)
+        else:
+            outcomes.append(True)
+
+    threads = [threading.Thread(target=offer, args=(encoded,)) for encoded in offers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes.count(True) == 3
+    assert len(list((tmp_path / "partial").iterdir())) == 3
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"owner": 3}', None])
+def test_a_damaged_owner_does_not_keep_the_store_shut(
+    tmp_path: Path, examples: list[Example], damage: bytes | None
+) -> None:
+    store = ArtifactStore(tmp_path)
+    path = store.begin(examples[0].encoded, token()).path
+    store.close()
+    if damage is None:
+        (path / "owner").unlink()
+    else:
+        (path / "owner").write_bytes(damage)
+    (tmp_path / "artifacts" / ".DS_Store").write_bytes(b"x")
+    store = ArtifactStore(tmp_path)
+    deliver(store, examples[0], token())
+    assert store.ids() == [identity(examples[0])]
+
+
+def test_artifacts_on_their_way_in_are_limited_because_each_holds_files_open(
+    tmp_path: Path, examples: list[Example], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_PARTIALS", 2)
+    store = ArtifactStore(tmp_path)
+    for example in examples[:2]:
+        store.begin(example.encoded)
+    with pytest.raises(TooLargeError, match="2 artifacts are on their way in, the limit is 2"):
+        store.begin(examples[2].encoded)
+    store.begin(examples[0].encoded)
+    store.drop(identity(examples[0]))
+    store.begin(examples[2].encoded)
