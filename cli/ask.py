@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from kvferry.cli import output
-from kvferry.cli.connection import receiver_option, timeout_option
+from kvferry.cli.connection import receiver_option, security_options, timeout_option
 
 if TYPE_CHECKING:
     from kvferry.client import Answer, Ledger
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampler.")
 @receiver_option
 @timeout_option
+@security_options
 @output.json_option
 def command(
     *,
@@ -38,6 +39,7 @@ def command(
     seed: int,
     receiver: str,
     timeout: float,
+    security: dict[str, Any],
     as_json: bool,
 ) -> None:
     """Ask the receiver a question about an artifact.
@@ -49,7 +51,7 @@ def command(
 
     live = output.is_terminal() and not as_json
     with (
-        Client(receiver=receiver, idle_timeout=timeout) as client,
+        Client(receiver=receiver, idle_timeout=timeout, **security) as client,
         client.stream(
             artifact,
             " ".join(question),

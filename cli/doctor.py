@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -35,6 +36,8 @@ _STATUS_WIDTH = 7
 @click.pass_context
 def command(ctx: click.Context, path: Path | None, role: str | None, dialled: Sequence[str], *, as_json: bool) -> None:
     """Check this machine, a configuration and the way to a peer."""
+    # gRPC prints what goes wrong in a handshake itself, and the findings say it better. It reads this when imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # A tool that must work where nothing else does imports the rest only now.
     from kvferry.cli.checks import plan
     from kvferry.cli.checks.system import System

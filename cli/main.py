@@ -26,6 +26,7 @@ COMMANDS = {
     "methods": "List the methods that documents can be sent with.",
     "models": "List, add, find and remove the models of the catalogue.",
     "certs": "Make certificates and tokens, so that only your own machines can connect.",
+    "bench": "Measure how fast artifacts move and how soon the first token comes.",
     "doctor": "Check this machine, a configuration and the way to a peer.",
 }
 _JSON = "kvferry.json"

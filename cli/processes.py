@@ -63,6 +63,16 @@ def start(role: str, options: Mapping[str, str]) -> Daemon:
 
 
 @contextlib.contextmanager
+def running(role: str, options: Mapping[str, str]) -> Iterator[str]:
+    """Run one daemon for the block and yield its address; see ``start``."""
+    daemon = start(role, options)
+    try:
+        yield daemon.address()
+    finally:
+        stop(daemon)
+
+
+@contextlib.contextmanager
 def pair(model: str, folder: Path) -> Iterator[tuple[str, str]]:
     """Run a sender and a receiver with the same model.
 

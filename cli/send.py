@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from kvferry.cli import output
-from kvferry.cli.connection import receiver_option, sender_option, timeout_option
+from kvferry.cli.connection import receiver_option, security_options, sender_option, timeout_option
 
 if TYPE_CHECKING:
     from kvferry.client import SendReport
@@ -33,6 +33,7 @@ _TAKEN = ("document", "method", "progress", "question", "system", "text")
 @receiver_option
 @click.option("--deliver-to", help="host:port under which the sender reaches the receiver, if that is another.")
 @timeout_option
+@security_options
 @output.json_option
 def command(
     *,
@@ -45,6 +46,7 @@ def command(
     receiver: str,
     deliver_to: str | None,
     timeout: float,
+    security: dict[str, Any],
     as_json: bool,
 ) -> None:
     """Have the sender read a document and deliver it to the receiver.
@@ -58,7 +60,7 @@ def command(
     source = sys.stdin.buffer if document == "-" else Path(document)
     with (
         output.progress_stages() as bar,
-        Client(sender=sender, receiver=receiver, deliver_to=deliver_to, idle_timeout=timeout) as client,
+        Client(sender=sender, receiver=receiver, deliver_to=deliver_to, idle_timeout=timeout, **security) as client,
     ):
 
         def show(event: Progress) -> None:

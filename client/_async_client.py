@@ -74,11 +74,17 @@ class AsyncClient:
         deliver_to: str | None = None,
         timeout: float = _peers.DEFAULT_TIMEOUT,
         idle_timeout: float = _peers.DEFAULT_IDLE_TIMEOUT,
+        authority: _peers.PathLike | None = None,
+        certificate: _peers.PathLike | None = None,
+        key: _peers.PathLike | None = None,
+        token: str | None = None,
+        insecure: bool = False,
         sender_channel: grpc.aio.Channel | None = None,
         receiver_channel: grpc.aio.Channel | None = None,
     ) -> None:
         """Prepare a client; the first call connects it to the running event loop. Arguments as of ``Client``."""
         self._peers = _peers.Peers.parse(sender, receiver, deliver_to, timeout, idle_timeout)
+        self._security = _peers.security(authority, certificate, key, token, insecure=insecure)
         self._guard = _peers.Guard()
         self._sender_channel = sender_channel
         self._receiver_channel = receiver_channel
@@ -252,7 +258,7 @@ class AsyncClient:
         owned: list[grpc.aio.Channel] = []
 
         def opened(address: Address) -> grpc.aio.Channel:
-            owned.append(channel.open_async(address))
+            owned.append(channel.open_async(address, self._security))
             return owned[-1]
 
         return _Connection(

@@ -59,6 +59,11 @@ class Client:
         deliver_to: str | None = None,
         timeout: float = _peers.DEFAULT_TIMEOUT,
         idle_timeout: float = _peers.DEFAULT_IDLE_TIMEOUT,
+        authority: _peers.PathLike | None = None,
+        certificate: _peers.PathLike | None = None,
+        key: _peers.PathLike | None = None,
+        token: str | None = None,
+        insecure: bool = False,
         sender_channel: grpc.Channel | None = None,
         receiver_channel: grpc.Channel | None = None,
     ) -> None:
@@ -71,13 +76,20 @@ class Client:
                 "" is the one in the sender's configuration.
             timeout: seconds that a call without a stream may take.
             idle_timeout: seconds of silence that a send or an answer may have.
+            authority: PEM file of the authority that signed the daemons' certificates; None speaks without TLS.
+            certificate: PEM file to show to daemons that ask for a client's certificate.
+            key: PEM file of its key.
+            token: secret to present with every call.
+            insecure: let the token cross a network without TLS.
             sender_channel: a channel to use instead; the client does not close it.
             receiver_channel: a channel to use instead; the client does not close it.
 
         Raises:
-            ConfigError: when an address or a time is impossible.
+            ConfigError: when an address or a time is impossible, a file cannot be used, or the token would cross a
+                network unencrypted.
         """
         self._peers = _peers.Peers.parse(sender, receiver, deliver_to, timeout, idle_timeout)
+        self._security = _peers.security(authority, certificate, key, token, insecure=insecure)
         self._guard = _peers.Guard()
         self._owned: list[grpc.Channel] = []
         self._sender = SenderServiceStub(sender_channel or self._open(self._peers.sender))
@@ -285,7 +297,7 @@ class Client:
         return _responses.texts(response, len(spans), peer)
 
     def _open(self, address: Address) -> grpc.Channel:
-        opened = channel.open_blocking(address)
+        opened = channel.open_blocking(address, self._security)
         self._owned.append(opened)
         return opened
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvferry.core import addresses
 from kvferry.core.addresses import RECEIVER_PORT, SENDER_PORT, Address
 from kvferry.core.errors import ConfigError, InvalidRequestError
+from kvferry.core.tls import PeerSecurity
+from kvferry.core.tokens import check_secret
+
+PathLike = str | os.PathLike[str]
 
 DEFAULT_SENDER = f"127.0.0.1:{SENDER_PORT}"
 DEFAULT_RECEIVER = f"127.0.0.1:{RECEIVER_PORT}"
@@ -71,6 +76,27 @@ class Peers:
                 sender=str(self.sender),
             )
         return str(self.receiver)
+
+
+def security(
+    authority: PathLike | None, certificate: PathLike | None, key: PathLike | None, token: str | None, *, insecure: bool
+) -> PeerSecurity:
+    """Return how both daemons are reached.
+
+    Raises:
+        ConfigError: when the token cannot travel.
+    """
+    return PeerSecurity(
+        authority=_path(authority),
+        certificate=_path(certificate),
+        key=_path(key),
+        token=None if token is None else check_secret(token, "token"),
+        insecure=insecure,
+    )
+
+
+def _path(given: PathLike | None) -> Path | None:
+    return None if given is None else Path(given).expanduser()
 
 
 class Guard:

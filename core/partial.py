@@ -6,6 +6,7 @@ several connections; what survives a crash is judged again at Commit.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import threading
@@ -32,18 +33,22 @@ class Partial:
         self.path = path
         self._durable = durable
         self.manifest: Manifest = manifest.decode(encoded)
+        self.plan: Plan = make_plan(self.manifest)
         self._lock = threading.Lock()
         self._closed = False
-        self._payload = os.open(path / PAYLOAD_FILE, os.O_RDWR | os.O_CREAT, 0o600)
-        self._journal = os.open(path / _JOURNAL_FILE, os.O_RDWR | os.O_CREAT, 0o600)
-        self.plan: Plan = make_plan(self.manifest)
         self._seen: set[int] = set()
-        count = self.plan.count
-        os.ftruncate(self._payload, self.manifest.payload.length)
-        os.ftruncate(self._journal, count + _COUNTERS.size)
-        self._present = bytearray(os.pread(self._journal, count, 0))
-        self._received, self._control = _COUNTERS.unpack(os.pread(self._journal, _COUNTERS.size, count))
         self._manifest_bytes = len(encoded)
+        count = self.plan.count
+        with contextlib.ExitStack() as undo:
+            self._payload = os.open(path / PAYLOAD_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+            undo.callback(os.close, self._payload)
+            self._journal = os.open(path / _JOURNAL_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+            undo.callback(os.close, self._journal)
+            os.ftruncate(self._payload, self.manifest.payload.length)
+            os.ftruncate(self._journal, count + _COUNTERS.size)
+            self._present = bytearray(os.pread(self._journal, count, 0))
+            self._received, self._control = _COUNTERS.unpack(os.pread(self._journal, _COUNTERS.size, count))
+            undo.pop_all()
 
     def missing(self) -> list[tuple[int, int]]:
         """Return half-open runs of chunk indices that have not arrived."""
@@ -88,13 +93,16 @@ class Partial:
         """Charge chunk bytes and protocol bytes to this artifact.
 
         Raises:
-            StoreError: when the artifact was committed or dropped meanwhile.
+            StoreError: when the artifact was committed or dropped meanwhile, or the disk refuses.
         """
         with self._lock:
             self._check_open()
             self._received += received
             self._control += control
-            os.pwrite(self._journal, _COUNTERS.pack(self._received, self._control), len(self._present))
+            try:
+                os.pwrite(self._journal, _COUNTERS.pack(self._received, self._control), len(self._present))
+            except OSError as error:
+                raise StoreError(f"journal: {error.strerror}") from error
 
     def traffic(self) -> Traffic:
         """Return what crossed so far."""
@@ -110,6 +118,7 @@ class Partial:
             TransferError: when chunks are missing.
             IntegrityError: when bytes on disk differ; the chunks concerned count as missing again.
             ContainerError: when the file on disk was cut short; likewise.
+            StoreError: when the artifact was committed or dropped meanwhile, or the disk refuses.
         """
         runs = self.missing()
         if runs:
@@ -117,9 +126,12 @@ class Partial:
             raise TransferError(f"chunk {runs[0][0]}: missing, {count} chunks in all", chunk=runs[0][0], missing=count)
         with self._lock:
             self._check_open()
-            self._verify_unseen()
-            if self._durable:
-                os.fsync(self._payload)
+            try:
+                self._verify_unseen()
+                if self._durable:
+                    os.fsync(self._payload)
+            except OSError as error:
+                raise StoreError(f"payload: {error.strerror}") from error
 
     def close(self) -> None:
         """Release the files. Later calls raise StoreError."""

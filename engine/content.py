@@ -22,7 +22,12 @@ class ContentEncoder:
     def __init__(self, tokenizer: Any) -> None:
         """Build from an mlx-lm tokenizer."""
         state = json.loads(tokenizer.backend_tokenizer.to_str())
-        self._forbidden = frozenset(int(token["id"]) for token in state["added_tokens"])
+        self._forbidden = frozenset(
+            # Some tokenizers list runs of white space as added tokens; those are text, and carry no structure.
+            int(token["id"])
+            for token in state["added_tokens"]
+            if token["special"] or token["content"].strip()
+        )
         state["added_tokens"] = []
         state["post_processor"] = None
         state["truncation"] = None

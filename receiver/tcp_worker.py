@@ -11,6 +11,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from typing import Self
 
 from kvferry.core import frames
 from kvferry.core.addresses import Address
@@ -186,7 +187,7 @@ class _Writer:
         self._error: KvferryError | None = None
         self._thread = threading.Thread(target=self._run, name="kvferry-tcp-writer", daemon=True)
 
-    def __enter__(self) -> _Writer:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

@@ -103,8 +103,11 @@ def fits(path: Path, memory: Memory | None, system: System) -> Finding:
 
 
 def _cached(hub_id: str, revision: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ModuleNotFoundError:
+        # It comes with mlx-lm, and another finding says that this is missing.
+        return None
     try:
         found = try_to_load_from_cache(hub_id, "config.json", revision=revision or None)
     except ValueError:

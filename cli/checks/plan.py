@@ -91,15 +91,23 @@ def _model(system: System, loaded: NodeConfig) -> list[Finding]:
 
 
 def _ports(role: str, loaded: NodeConfig) -> list[Finding]:
-    try:
-        calling = security.for_peer(loaded, *[addresses.parse(loaded.listen, "listen")] * 2)
-    except ConfigError:
-        # The finding on certificates says what is wrong with the files.
-        calling = PeerSecurity()
-    found = [ports.listen(loaded.listen, role, calling)]
+    found = [ports.listen(loaded.listen, role, _own_security(loaded))]
     if loaded.metrics:
         found.append(ports.page(loaded.metrics, role))
     return found
+
+
+def _own_security(loaded: NodeConfig) -> PeerSecurity:
+    """Return how a daemon with this configuration would be called from here."""
+    if not loaded.certificate:
+        return PeerSecurity()
+    certificate, key = Path(loaded.certificate).expanduser(), Path(loaded.key).expanduser()
+    mutual = loaded.client_certificates
+    return PeerSecurity(
+        authority=Path(loaded.authority).expanduser() if loaded.authority else certificate,
+        certificate=certificate if mutual else None,
+        key=key if mutual else None,
+    )
 
 
 def _store(loaded: NodeConfig) -> list[Finding]:

@@ -10,6 +10,7 @@ from kvferry.cli.checks import daemons
 from kvferry.cli.checks.findings import Finding
 from kvferry.core import addresses, metrics_server
 from kvferry.core.addresses import Address
+from kvferry.core.errors import ConfigError
 from kvferry.core.tls import PeerSecurity
 
 _SECONDS = 1.0
@@ -29,11 +30,18 @@ def listen(text: str, role: str, security: PeerSecurity = _PLAINTEXT) -> Finding
     reached = _reachable(address) if address.port else None
     if reached is None:
         return _free("port", text, address, role)
-    answer = daemons.ask(reached, security, _SECONDS)
+    try:
+        answer = daemons.ask(reached, security, _SECONDS)
+    except ConfigError as error:
+        remedy = "mend the files that the configuration names; then this shows who it is"
+        return Finding("port", "warning", f"{text} is taken, and nobody can be asked there: {error.message}", remedy)
     if answer.node is not None and answer.node.role == role:
         return Finding("port", "ok", f"{text}: the {role} is running there, with {answer.node.model}")
     if answer.withheld:
         return Finding("port", "ok", f"{text}: a kvferry daemon that asks for a token is running there")
+    if answer.error is not None and security.authority is not None:
+        remedy = "if the daemon is running, all is well; otherwise choose another port, or stop the program that has it"
+        return Finding("port", "warning", f"{text} is taken, and cannot be asked: {answer.error.message}", remedy)
     who = f"a kvferry {answer.node.role}" if answer.node else "another gRPC server"
     if answer.error is not None:
         who = "something that does not answer a health check"

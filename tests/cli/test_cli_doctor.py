@@ -24,7 +24,7 @@ from click.testing import CliRunner, Result
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import kvferry.core
-from kvferry.cli.checks import certificates, daemons, disk, memory, model, peers, ports, runtime, system, tokens
+from kvferry.cli.checks import certificates, daemons, disk, memory, model, peers, plan, ports, runtime, system, tokens
 from kvferry.cli.checks.findings import Check, Finding, run
 from kvferry.cli.checks.memory import Memory
 from kvferry.cli.checks.runtime import Probe
@@ -320,6 +320,7 @@ def serve() -> Iterator[Serve]:
         skew: float | None = 0.0,
         status: Any = health_pb2.HealthCheckResponse.SERVING,
         version: str = peers._own_version(),
+        tls: tuple[Path, Path] | None = None,
     ) -> Address:
         server = grpc.server(ThreadPoolExecutor(2))
         servicer = health.HealthServicer()
@@ -327,7 +328,11 @@ def serve() -> Iterator[Serve]:
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         if role:
             pb_grpc.add_ReceiverServiceServicer_to_server(FakeReceiver(role, skew, version), server)
-        port = server.add_insecure_port("127.0.0.1:0")
+        if tls is None:
+            port = server.add_insecure_port("127.0.0.1:0")
+        else:
+            pair = (tls[1].read_bytes(), tls[0].read_bytes())
+            port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
         server.start()
         servers.append(server)
         return Address("127.0.0.1", port)
@@ -498,6 +503,20 @@ def test_certificates_that_end_soon_or_are_for_other_names(make: Make) -> None:
     bad(anywhere, "warning", socket.gethostname())
     own = make("own", hosts=(socket.gethostname(),))
     assert certificates.certificate(node(*own, listen="[::]:7411"))[1].status == "ok"
+
+
+def test_a_daemons_own_port_is_asked_over_tls(make: Make, serve: Serve, tmp_path: Path) -> None:
+    certificate, key = make(hosts=("localhost",))
+    listen = f"localhost:{serve(tls=(certificate, key)).port}"
+    found = plan._ports("receiver", node(certificate, key, listen))[0]
+    assert found.status == "ok", found
+    assert "the receiver is running there" in found.message
+    other = make("other", hosts=("localhost",))
+    bad(plan._ports("receiver", node(*other, listen))[0], "warning", listen, "cannot be asked", "TLS")
+    bad(plan._ports("receiver", node(tmp_path / "none", key, listen))[0], "warning", "No such file")
+    # A peer that speaks TLS, called without it.
+    address = Address("localhost", int(listen.rpartition(":")[2]))
+    bad(peers.health(address, daemons.ask(address, PLAIN)), "problem", "TLS")
 
 
 def test_a_key_that_others_can_read(make: Make) -> None:
