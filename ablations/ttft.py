@@ -36,8 +36,8 @@ class Row:
     """One arm at one prefix length.
 
     Attributes:
-        arm: "floor": cache in place, no daemon; "crossed_warm" and "crossed_cold": asked over gRPC, the cache at hand or
-            on disk; "mlx_lm_file": ``load_prompt_cache`` in this process; "text": asked over gRPC, A1.
+        arm: "floor": cache in place, no daemon; "crossed_warm" and "crossed_cold": asked over gRPC, the cache at hand
+            or on disk; "mlx_lm_file": ``load_prompt_cache`` in this process; "text": asked over gRPC, A1.
         ttft_ms: from the question to the first token, seen from here; median over the turns.
         ratio: to the floor's median.
     """
@@ -69,15 +69,15 @@ def run(model: str, lengths: Sequence[int], turns: int, advance: Callable[[str, 
     """
     rows: list[Row] = []
     loaded = load(str(model_store.resolve(model)))
-    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
-        with (
-            processes.pair(model, Path(folder, "warm")) as (sender, receiver),
-            Client(sender=sender, receiver=receiver) as client,
-        ):
-            bench = _Bench(loaded, client, Path(folder))
-            for number, length in enumerate(lengths):
-                advance(f"{length} tokens", number / len(lengths))
-                rows += _measure(bench, length, turns, sender, model)
+    with (
+        tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder,
+        processes.pair(model, Path(folder, "warm")) as (sender, receiver),
+        Client(sender=sender, receiver=receiver) as client,
+    ):
+        bench = _Bench(loaded, client, Path(folder))
+        for number, length in enumerate(lengths):
+            advance(f"{length} tokens", number / len(lengths))
+            rows += _measure(bench, length, turns, sender, model)
     return rows
 
 

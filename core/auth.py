@@ -87,7 +87,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
     def _refusing(self, method: str, error: KvferryError) -> Any:
         async def refuse(_: Any, context: Context) -> None:
-            await self._refuse(method, error, context)
+            await self._refuse(method, unquote(context.peer()), error, context)
 
         # A handler that streams requests runs at once and never asks for one.
         return grpc.stream_unary_rpc_method_handler(refuse)
@@ -99,21 +99,24 @@ class Gate(grpc.aio.ServerInterceptor):
                 # Each call is a task with a context of its own, so nothing has to be undone at its end.
                 _CALLER.set(token)
                 structlog.contextvars.bind_contextvars(token=token.name)
+            # A call that has broken off has no peer any more.
+            peer = unquote(context.peer())
             with contextlib.ExitStack() as place:
                 try:
                     place.enter_context(limits.running(token))
                     yield
                 except _Refusal as refusal:
-                    await self._refuse(method, refusal.error, context)
-                except BusyError as error:
-                    await self._refuse(method, error, context)
+                    await self._refuse(method, peer, refusal.error, context)
+                except BusyError as busy:
+                    await self._refuse(method, peer, busy, context)
                 except DecodeError:
-                    await self._refuse(method, InvalidRequestError("request: not a message of this method"), context)
+                    malformed = InvalidRequestError("request: not a message of this method", field="request")
+                    await self._refuse(method, peer, malformed, context)
 
         return around(_reading(handler, self._request_seconds), guard)
 
-    async def _refuse(self, method: str, error: KvferryError, context: Context) -> NoReturn:
-        self._refusals.refused(error.message, method=method, peer=unquote(context.peer()))
+    async def _refuse(self, method: str, peer: str, error: KvferryError, context: Context) -> NoReturn:
+        self._refusals.refused(error.message, method=method, peer=peer)
         await rpc.abort(context, error)
 
 
@@ -166,5 +169,7 @@ async def _only(requests: AsyncIterator[Any], seconds: float) -> Any:
     except TimeoutError as error:
         raise _Refusal(TransferError(f"request: not complete after {seconds:g} s", field="request")) from error
     if request is None:
-        raise _Refusal(InvalidRequestError("request: the call ended without one", field="request"))
+        raise _Refusal(
+            InvalidRequestError("request: the call ended without one, or it was over the limit", field="request")
+        )
     return request

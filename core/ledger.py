@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
+
+# An account comes from another machine, and its numbers go into sums, ratios and metrics.
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Duration = Annotated[float, Meta(ge=0, le=1e12)]
 
 
 class SenderAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -16,13 +23,13 @@ class SenderAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         fallback_reason: why this text was sent in place of the cache that was asked for.
     """
 
-    prefill_tokens: int
-    dense_bf16_bytes: int
-    prefill_ms: float
-    method_ms: float
-    encode_ms: float
-    transfer_ms: float
-    fallback_reason: str | None = None
+    prefill_tokens: Count
+    dense_bf16_bytes: Count
+    prefill_ms: Duration
+    method_ms: Duration
+    encode_ms: Duration
+    transfer_ms: Duration
+    fallback_reason: Annotated[str, Meta(max_length=65_536)] | None = None
 
 
 class Traffic(msgspec.Struct, frozen=True):

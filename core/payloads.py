@@ -24,19 +24,40 @@ class Payload(Protocol):
         """
 
 
-class FilePayload:
-    """A payload in a file."""
+class Carriable(Payload, Protocol):
+    """A whole artifact, wherever it lies."""
 
-    def __init__(self, path: Path, plan: Plan) -> None:
+    @property
+    def artifact_id(self) -> bytes:
+        """Digest of the manifest."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest."""
+
+    @property
+    def encoded(self) -> bytes:
+        """The manifest's bytes."""
+
+    @property
+    def plan(self) -> Plan:
+        """How the payload is cut into chunks."""
+
+
+class FilePayload:
+    """A payload in a file, from byte ``offset`` on."""
+
+    def __init__(self, path: Path, plan: Plan, offset: int = 0) -> None:
         self._path = path
         self._plan = plan
+        self._offset = offset
 
     def read_chunk(self, index: int) -> bytes:
         """Return a chunk as it is on disk."""
         start, end = self._plan.range(index)
         try:
             with self._path.open("rb", buffering=0) as file:
-                data = os.pread(file.fileno(), end - start, start)
+                data = os.pread(file.fileno(), end - start, self._offset + start)
         except OSError as error:
             raise StoreError(f"chunk {index}: {error.strerror}", chunk=index) from error
         if len(data) != end - start:

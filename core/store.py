@@ -22,12 +22,10 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry.core import container, limits, manifest
+from kvferry.core import container, limits, manifest, stored
 from kvferry.core.container import Content
 from kvferry.core.digests import DIGEST_BYTES
 from kvferry.core.errors import (
-    IntegrityError,
-    KvferryError,
     NotFoundError,
     QuarantinedError,
     StoreError,
@@ -48,13 +46,12 @@ _KEPT = ("artifacts", "partial", "quarantine")
 _ID_NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
-def _check_identity(artifact_id: bytes, encoded: bytes) -> None:
-    if manifest.artifact_id(encoded) != artifact_id:
-        raise IntegrityError(f"artifact {artifact_id.hex()}: its manifest on disk has changed", field="manifest")
-
-
 def _holds(path: Path, data: bytes) -> bool:
     return path.exists() and path.read_bytes() == data
+
+
+def _write_record(path: Path, record: Record) -> None:
+    write_atomic(path / RECORD_FILE, msgspec.json.encode(record))
 
 
 class ArtifactStore:
@@ -91,25 +88,19 @@ class ArtifactStore:
             self._lock_file.close()
             raise StoreError(f"store {root}: already open in another process", path=str(root)) from error
         self._ownership = Ownership()
-        try:
-            shutil.rmtree(root / "aside")
-            (root / "aside").mkdir()
-            for folder, owner_file in (
-                ("quarantine", RECORD_FILE),
-                ("partial", OWNER_FILE),
-                ("artifacts", RECORD_FILE),
-            ):
-                self._ownership.recover(root / folder, owner_file, (MANIFEST_FILE, PAYLOAD_FILE))
-        except OSError as error:
-            self._lock_file.close()
-            raise self._failed(error) from error
         self._lock = threading.RLock()
         self._partials: dict[bytes, Partial] = {}
         self._retention = Retention(budget, ttl_seconds)
         self._durable = durable
         self.evictions = 0
         self.quarantines = 0
-        self._recover()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._lock_file.close)
+            try:
+                self._recover()
+            except OSError as error:
+                raise self._failed(error) from error
+            undo.pop_all()
 
     def close(self) -> None:
         """Release every file and the lock."""
@@ -146,8 +137,14 @@ class ArtifactStore:
                 file.flush()
                 os.fsync(file.fileno())
             encoded = manifest.encode(describe(sections, payload))
+            artifact_id = manifest.artifact_id(encoded)
             write_atomic(aside / MANIFEST_FILE, encoded)
-            return self._publish(aside, manifest.artifact_id(encoded), Record(time.time(), 0.0, None, None))
+            _write_record(aside, Record(time.time(), 0.0, None, None))
+            with self._lock:
+                # Header and manifest take room too, and somebody else may have used what was made above.
+                if not self._path("artifacts", artifact_id).exists():
+                    self._make_room(len(encoded) + payload.length)
+                return self._publish(aside, artifact_id)
         except OSError as error:
             raise self._failed(error) from error
         finally:
@@ -169,29 +166,34 @@ class ArtifactStore:
         artifact_id = manifest.artifact_id(encoded)
         with self._lock:
             if artifact_id in self._partials:
+                self._retention.touch(artifact_id)
                 return self._partials[artifact_id]
             decoded = manifest.decode(encoded)
             make_plan(decoded)
             path = self._path("partial", artifact_id)
             size = len(encoded) + decoded.payload.length
             self._check_open_files()
+            new = not path.exists()
             try:
-                if not path.exists():
+                if new:
                     self._ownership.check(owner, artifact_id, size)
                     self._make_room(size)
                     self._check_room(decoded.payload.length)
                     path.mkdir()
                     if owner is not None:
                         write_atomic(path / OWNER_FILE, owner_record(owner.name))
-                        self._ownership.add(artifact_id, owner.name, size)
                 if not _holds(path / MANIFEST_FILE, encoded):
                     write_atomic(path / MANIFEST_FILE, encoded)
-                partial = Partial(path, encoded, durable=self._durable)
-                self._retention.add(artifact_id, size)
+                self._partials[artifact_id] = Partial(path, encoded, durable=self._durable)
             except OSError as error:
+                if new:
+                    # Left behind, it would be resumed without its owner.
+                    shutil.rmtree(path, ignore_errors=True)
                 raise self._failed(error) from error
-            self._partials[artifact_id] = partial
-            return partial
+            if new and owner is not None:
+                self._ownership.add(artifact_id, owner.name, size)
+            self._count(artifact_id)
+            return self._partials[artifact_id]
 
     def partial(self, artifact_id: bytes) -> Partial:
         """Return an assembly that was begun, also by an earlier process.
@@ -203,6 +205,8 @@ class ArtifactStore:
         with self._lock:
             found = self._partials.get(artifact_id)
             if found is not None:
+                # Every chunk comes through here: what is under way is in use.
+                self._retention.touch(artifact_id)
                 return found
             try:
                 encoded = (self._path("partial", artifact_id) / MANIFEST_FILE).read_bytes()
@@ -210,7 +214,7 @@ class ArtifactStore:
                 raise NotFoundError(
                     f"artifact {artifact_id.hex()}: not offered here", artifact=artifact_id.hex()
                 ) from error
-            _check_identity(artifact_id, encoded)
+            stored.check_identity(artifact_id, encoded)
             return self.begin(encoded)
 
     def commit(self, artifact_id: bytes, account: SenderAccount | None) -> Stored:
@@ -234,14 +238,16 @@ class ArtifactStore:
             partial.close()
             del self._partials[artifact_id]
             try:
+                # While the journal is still there: if the disk is full, no chunk has to come again.
+                owner = self._ownership.owner(artifact_id)
+                _write_record(partial.path, Record(time.time(), verify_ms, account, traffic, owner))
                 (partial.path / "chunks").unlink(missing_ok=True)
-                record = Record(time.time(), verify_ms, account, traffic, self._ownership.owner(artifact_id))
-                stored = self._publish(partial.path, artifact_id, record)
+                published = self._publish(partial.path, artifact_id)
                 # Only now that the record names the owner: at no moment does nothing name it.
-                (stored.path / OWNER_FILE).unlink(missing_ok=True)
+                (published.path / OWNER_FILE).unlink(missing_ok=True)
             except OSError as error:
                 raise self._failed(error) from error
-            return stored
+            return published
 
     def get(self, artifact_id: bytes) -> Stored:
         """Return a published artifact.
@@ -251,10 +257,11 @@ class ArtifactStore:
             StoreError: when its files cannot be read.
         """
         self._sweep()
-        path = self._path("artifacts", artifact_id)
-        if not path.exists():
+        try:
+            return stored.read(self._path("artifacts", artifact_id), artifact_id)
+        except NotFoundError:
             self._raise_if_quarantined(artifact_id)
-        return self._read(path, artifact_id)
+            raise
 
     def get_quarantined(self, artifact_id: bytes) -> Stored:
         """Return an artifact from quarantine, for what is still whole in it.
@@ -263,12 +270,13 @@ class ArtifactStore:
             NotFoundError: when it is not there.
             StoreError: when its files cannot be read.
         """
-        return self._read(self._path("quarantine", artifact_id), artifact_id)
+        return stored.read(self._path("quarantine", artifact_id), artifact_id)
 
     @contextlib.contextmanager
     def pinned(self, artifact_id: bytes) -> Iterator[None]:
         """Keep an artifact from eviction for the block, and note that it is used."""
         with self._lock:
+            self._sweep()
             self._retention.touch(artifact_id)
             with contextlib.suppress(OSError):
                 os.utime(self._path("artifacts", artifact_id) / RECORD_FILE)
@@ -288,30 +296,22 @@ class ArtifactStore:
         """
         with self._lock:
             source, target = self._path("artifacts", artifact_id), self._path("quarantine", artifact_id)
+            if not source.exists():
+                # Another question found the damage first.
+                return
+            # A full disk must not keep a damaged artifact visible.
+            with contextlib.suppress(OSError):
+                write_atomic(source / _REASON_FILE, reason.encode("utf-8", "replace"))
             try:
                 shutil.rmtree(target, ignore_errors=True)
                 source.rename(target)
-                self.quarantines += 1
-                write_atomic(target / _REASON_FILE, reason.encode("utf-8"))
-            except FileNotFoundError:
-                return
             except OSError as error:
                 raise self._failed(error) from error
+            self.quarantines += 1
 
     def quarantined(self) -> dict[bytes, str]:
         """Return what is in quarantine, with the reasons."""
         return {artifact_id: self._reason(artifact_id) for artifact_id in self._ids("quarantine")}
-
-    def _read(self, path: Path, artifact_id: bytes) -> Stored:
-        try:
-            encoded = (path / MANIFEST_FILE).read_bytes()
-            record = msgspec.json.decode((path / RECORD_FILE).read_bytes(), type=Record)
-        except FileNotFoundError as error:
-            raise NotFoundError(f"artifact {artifact_id.hex()}: not here", artifact=artifact_id.hex()) from error
-        except (OSError, msgspec.MsgspecError) as error:
-            raise StoreError(f"artifact {artifact_id.hex()}: {error}", artifact=artifact_id.hex()) from error
-        _check_identity(artifact_id, encoded)
-        return Stored(artifact_id, manifest.decode(encoded), encoded, record, path)
 
     def ids(self) -> list[bytes]:
         """Return the ids of all published artifacts, sorted."""
@@ -320,8 +320,10 @@ class ArtifactStore:
 
     def _ids(self, folder: str) -> list[bytes]:
         # A file manager leaves files of its own (.DS_Store), so only names of ids count.
-        names = [entry.name for entry in (self.root / folder).iterdir()]
-        return sorted(bytes.fromhex(name) for name in names if _ID_NAME.fullmatch(name))
+        entries = (self.root / folder).iterdir()
+        return sorted(
+            bytes.fromhex(entry.name) for entry in entries if _ID_NAME.fullmatch(entry.name) and entry.is_dir()
+        )
 
     def drop(self, artifact_id: bytes) -> None:
         """Remove an artifact, published or on its way in.
@@ -350,8 +352,7 @@ class ArtifactStore:
         if not found:
             raise NotFoundError(f"artifact {artifact_id.hex()}: not here", artifact=artifact_id.hex())
 
-    def _publish(self, path: Path, artifact_id: bytes, record: Record) -> Stored:
-        write_atomic(path / RECORD_FILE, msgspec.json.encode(record))
+    def _publish(self, path: Path, artifact_id: bytes) -> Stored:
         with self._lock:
             target = self._path("artifacts", artifact_id)
             if target.exists():
@@ -361,31 +362,31 @@ class ArtifactStore:
                 fsync_directory(target.parent)
             # A new copy, verified whole, takes the place of one that was put aside.
             shutil.rmtree(self._path("quarantine", artifact_id), ignore_errors=True)
-            stored = self._read(target, artifact_id)
-            self._retention.add(artifact_id, len(stored.encoded) + stored.manifest.payload.length)
-        return stored
+            self._count(artifact_id)
+            return stored.read(target, artifact_id)
 
     def _recover(self) -> None:
-        """Count what an earlier process left, and put aside what is not whole."""
-        now = time.time()
-        for folder in _KEPT:
-            for artifact_id in self._ids(folder):
-                path = self._path(folder, artifact_id)
-                size = sum(entry.stat().st_size for entry in path.iterdir() if entry.is_file())
-                self._retention.add(artifact_id, size, idle_seconds=now - path.stat().st_mtime)
+        """Clear what was being written, put aside what is not whole, and count what an earlier process left."""
+        shutil.rmtree(self.root / "aside")
+        (self.root / "aside").mkdir()
         for artifact_id in self._ids("artifacts"):
-            try:
-                stored = self._read(self._path("artifacts", artifact_id), artifact_id)
-                length = stored.payload_path.stat().st_size
-                if length != stored.manifest.payload.length:
-                    raise IntegrityError(
-                        f"payload: {length} bytes on disk, the manifest says {stored.manifest.payload.length}"
-                    )
-            except (KvferryError, OSError) as error:
-                self.quarantine(artifact_id, f"found damaged at start: {error}")
+            problem = stored.problem(self._path("artifacts", artifact_id), artifact_id)
+            if problem:
+                self.quarantine(artifact_id, f"found damaged at start: {problem}")
             else:
-                used_at = (stored.path / RECORD_FILE).stat().st_mtime
-                self._retention.add(artifact_id, len(stored.encoded) + length, idle_seconds=now - used_at)
+                # Still there if the process ended right after the artifact was published anew.
+                shutil.rmtree(self._path("quarantine", artifact_id), ignore_errors=True)
+        now = time.time()
+        # Of two copies with one id, the later entry says when it was last used and whose it is.
+        for folder, owner_file in (("quarantine", RECORD_FILE), ("partial", OWNER_FILE), ("artifacts", RECORD_FILE)):
+            self._ownership.recover(self.root / folder, owner_file, (MANIFEST_FILE, PAYLOAD_FILE))
+            for artifact_id in self._ids(folder):
+                self._count(artifact_id, now - stored.used_at(self._path(folder, artifact_id)))
+
+    def _count(self, artifact_id: bytes, idle_seconds: float = 0.0) -> None:
+        """Note the size of all copies with this id: one may be on its way in while another is put aside."""
+        copies = [self._path(folder, artifact_id) for folder in _KEPT]
+        self._retention.add(artifact_id, sum(map(stored.size, copies)), idle_seconds)
 
     def _sweep(self) -> None:
         with self._lock:
@@ -416,7 +417,7 @@ class ArtifactStore:
             return "the reason was not recorded"
 
     def _failed(self, error: OSError) -> StoreError:
-        return StoreError(f"store {self.root}: {error.strerror}", path=str(self.root))
+        return StoreError(f"store {self.root}: {error.strerror or error}", path=str(self.root))
 
     def _check_open_files(self) -> None:
         # Each assembly holds two files open, and a process that has none left can take no connection either.

@@ -67,6 +67,12 @@ class Intake:
         """Count bytes that crossed for an artifact that is on its way in."""
         self._store.partial(artifact_id).count(received, control)
 
+    def charge_offer(self, artifact_id: bytes, manifest_bytes: int, control: int) -> None:
+        """Count an offer; the manifest of a repeated one crossed on top of the artifact's own."""
+        partial = self._store.partial(artifact_id)
+        repeated = partial.traffic().control_bytes > 0
+        partial.count(0, control + (manifest_bytes if repeated else 0))
+
     def put(self, artifact_id: bytes, index: int, data: bytes, control: int) -> None:
         """Verify and write one chunk.
 

@@ -48,7 +48,9 @@ class IntakeServicer(pb_grpc.ReceiverServiceServicer):
             self._metrics.sent("control", response.ByteSize())
             if judgement.verdict.accepted and not judgement.committed:
                 control = request.ByteSize() - len(request.manifest) + response.ByteSize()
-                await asyncio.to_thread(self._intake.charge, judgement.artifact_id, 0, control)
+                await asyncio.to_thread(
+                    self._intake.charge_offer, judgement.artifact_id, len(request.manifest), control
+                )
         return response
 
     async def Put(  # noqa: N802

@@ -154,7 +154,8 @@ class _Session:
         judgement = self._intake.offer(frame.manifest, self._caller)
         answer = _offered(judgement)
         if judgement.verdict.accepted and not judgement.committed:
-            self._intake.charge(judgement.artifact_id, 0, size - len(frame.manifest) + len(frames.encode(answer)))
+            control = size - len(frame.manifest) + len(frames.encode(answer))
+            self._intake.charge_offer(judgement.artifact_id, len(frame.manifest), control)
         self._connection.send(answer)
 
     def _commit(self, frame: frames.Commit, size: int) -> None:

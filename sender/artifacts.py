@@ -27,13 +27,14 @@ from kvferry.core.manifest import (
 from kvferry.core.manifest import (
     Method as MethodGroup,
 )
+from kvferry.core.progress import Progress
 from kvferry.core.store import ArtifactStore
 from kvferry.core.stored import Stored
 from kvferry.engine.model import LoadedModel
 from kvferry.sender import parity
 from kvferry.sender.encode import kv_contents, kv_layout, text_contents
 from kvferry.sender.method import DENSE, KvMaterial, Material, Method, TextMaterial
-from kvferry.sender.reading import Progress, Reading
+from kvferry.sender.reading import Reading
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from kvferry.core.manifest import Encoding
+from kvferry.core.progress import Progress
 from kvferry.core.wire import MethodInfo
 from kvferry.engine.cache import PrefixCache
-from kvferry.sender.reading import Progress, Reading
+from kvferry.sender.reading import Reading
 
 DENSE = Encoding(None, None, None, None, None, None)
 

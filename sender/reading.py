@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
 from functools import cached_property
 
 from kvferry.core.container import ids_to_bytes
 from kvferry.core.digests import digest
 from kvferry.core.errors import ModelError
 from kvferry.core.manifest import Document, Prefix
+from kvferry.core.progress import Progress
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.residency import Residency
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a stage of a send is. ``stage`` is one of the protocol's names; units are tokens or bytes."""
-
-    stage: str
-    done: int
-    total: int
 
 
 class Reading:

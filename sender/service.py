@@ -18,6 +18,7 @@ from kvferry.core.errors import InvalidRequestError, RefusedError, TooLargeError
 from kvferry.core.ledger import SenderAccount, to_json
 from kvferry.core.logs import logger
 from kvferry.core.metrics import SenderMetrics
+from kvferry.core.progress import Progress
 from kvferry.core.store import ArtifactStore
 from kvferry.core.tls import PeerSecurity
 from kvferry.engine.model import LoadedModel
@@ -30,7 +31,7 @@ from kvferry.sender import registry
 from kvferry.sender.artifacts import Artifact, ArtifactMaker
 from kvferry.sender.documents import DocumentStore
 from kvferry.sender.method import Method, NoParameters
-from kvferry.sender.reading import Progress, Reading
+from kvferry.sender.reading import Reading
 from kvferry.sender.registry import FALLBACK_METHOD
 from kvferry.sender.transfer import Transfer
 

@@ -15,6 +15,7 @@ from kvferry.core import channel, request_ids, rpc, wire
 from kvferry.core.addresses import Address
 from kvferry.core.compat import Verdict
 from kvferry.core.errors import (
+    AuthenticationError,
     IntegrityError,
     KvferryError,
     NotFoundError,
@@ -25,12 +26,12 @@ from kvferry.core.errors import (
 )
 from kvferry.core.ledger import SenderAccount, Traffic, to_json
 from kvferry.core.metrics import SenderMetrics
+from kvferry.core.progress import Progress
 from kvferry.core.stored import Stored
 from kvferry.core.tls import PeerSecurity
 from kvferry.proto.v1 import receiver_service_pb2 as pb
 from kvferry.proto.v1 import receiver_service_pb2_grpc as pb_grpc
 from kvferry.sender.put_call import acknowledgements
-from kvferry.sender.reading import Progress
 
 ATTEMPTS = 4
 _FIRST_PAUSE_SECONDS = 0.2
@@ -86,6 +87,10 @@ class Transfer:
                     async with contextlib.aclosing(self._attempt(stub)) as steps:
                         async for progress in steps:
                             yield progress
+                except AuthenticationError as error:
+                    # Whoever asked for the send showed a token too, and must not look for the fault there.
+                    text = f"receiver {self._receiver}: {error.message}; this is about the sender's own token_file"
+                    raise AuthenticationError(text, **error.fields) from error
                 except KvferryError as error:
                     if not (error.retryable or _overtaken(error)) or attempt == ATTEMPTS:
                         raise

@@ -39,6 +39,8 @@ from typing import TYPE_CHECKING, Any
 import platformdirs
 import pytest
 
+import kvferry.engine  # noqa: F401  (loads a real BLAS before any test file imports MLX)
+
 if TYPE_CHECKING:
     from kvferry.engine.model import LoadedModel
 
@@ -130,7 +132,6 @@ def random_model() -> RandomModel:
     ``config`` is that of the architecture's ``config.json`` and names its ``model_type``. The scale of the weights
     gives logits with a standard deviation of a few units and attention that is neither flat nor on one row.
     """
-    import kvferry.engine  # noqa: F401, I001  (a real BLAS, before MLX)
     import mlx.core as mx
     import numpy as np
     from mlx.utils import tree_flatten

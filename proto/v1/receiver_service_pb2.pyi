@@ -146,7 +146,7 @@ class ListResponse(_message.Message):
     def __init__(self, artifacts: _Optional[_Iterable[_Union[ArtifactSummary, _Mapping]]] = ...) -> None: ...
 
 class ArtifactSummary(_message.Message):
-    __slots__ = ("artifact_id", "method", "form", "payload_bytes", "prefix_tokens", "committed_at", "quarantined")
+    __slots__ = ("artifact_id", "method", "form", "payload_bytes", "prefix_tokens", "committed_at", "quarantined", "used_at")
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     FORM_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +154,7 @@ class ArtifactSummary(_message.Message):
     PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_AT_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    USED_AT_FIELD_NUMBER: _ClassVar[int]
     artifact_id: bytes
     method: str
     form: str
@@ -161,7 +162,8 @@ class ArtifactSummary(_message.Message):
     prefix_tokens: int
     committed_at: float
     quarantined: str
-    def __init__(self, artifact_id: _Optional[bytes] = ..., method: _Optional[str] = ..., form: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., prefix_tokens: _Optional[int] = ..., committed_at: _Optional[float] = ..., quarantined: _Optional[str] = ...) -> None: ...
+    used_at: float
+    def __init__(self, artifact_id: _Optional[bytes] = ..., method: _Optional[str] = ..., form: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., prefix_tokens: _Optional[int] = ..., committed_at: _Optional[float] = ..., quarantined: _Optional[str] = ..., used_at: _Optional[float] = ...) -> None: ...
 
 class DropRequest(_message.Message):
     __slots__ = ("artifact_id",)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
+from kvferry.core.progress import Progress
 from kvferry.core.wire import MethodInfo
 from kvferry.sender.method import KvMaterial, NoParameters
-from kvferry.sender.reading import Progress, Reading
+from kvferry.sender.reading import Reading
 
 
 class SerialisedCache:

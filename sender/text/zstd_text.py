@@ -8,9 +8,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvferry.core.progress import Progress
 from kvferry.core.wire import MethodInfo
 from kvferry.sender.method import TextMaterial
-from kvferry.sender.reading import Progress, Reading
+from kvferry.sender.reading import Reading
 
 
 class ZstdParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -49,7 +49,8 @@ from kvferry.core.manifest import (
     encode,
 )
 from kvferry.core.partial import Partial
-from kvferry.core.store import ArtifactStore, Stored
+from kvferry.core.store import ArtifactStore
+from kvferry.core.stored import Stored
 
 CHUNK = 1024
 SYSTEM = b"Use only what the document says."

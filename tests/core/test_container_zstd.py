@@ -1,7 +1,7 @@
 """Compressed sections from a stranger: a frame that is not exactly the declared one is a typed error, in little memory.
 
-What is decoded has passed its digest: the bad frame is the declared one, as a sender that lies would have it, so nothing
-but the frame itself can give it away.
+What is decoded has passed its chunks' digests: the bad frame is the declared one, as a sender that lies would have it,
+so nothing but the frame itself can give it away.
 """
 
 from __future__ import annotations

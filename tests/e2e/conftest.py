@@ -191,12 +191,12 @@ class Here:
 
     address: str
     future: Any
+    finished: threading.Event
 
     def stop(self) -> None:
-        """Stop at once; calls in flight are cut off."""
+        """Stop at once, calls in flight are cut off, and wait until the store is closed."""
         self.future.cancel()
-        with contextlib.suppress(BaseException):
-            self.future.result(SECONDS)
+        assert self.finished.wait(SECONDS)
 
 
 @pytest.fixture
@@ -221,14 +221,21 @@ def here(
         loaded = config.load(kind, None, {}, {"grace_seconds": 0.0, **given})  # type: ignore[type-var]
         with monkeypatch.context() as patch:
             patch.setattr(module, "load", lambda *args, **keywords: wrap(load(*args, **keywords)))
-            future = background(module.run(loaded))
-            address = _first(announced, future)
-        started.append(Here(address, future))
+            finished = threading.Event()
+            future = background(_supervise(module.run(loaded), finished))
+            started.append(Here(_first(announced, future), future, finished))
         return started[-1]
 
     yield start
     for one in started:
         one.stop()
+
+
+async def _supervise(work: Coroutine[Any, Any, None], finished: threading.Event) -> None:
+    try:
+        await work
+    finally:
+        finished.set()
 
 
 def _first(announced: queue.Queue[str], future: Any) -> str:

@@ -17,6 +17,7 @@ import pytest
 
 import kvferry.engine  # noqa: F401  (a real BLAS, before MLX)
 from kvferry.core.manifest import Scalar
+from kvferry.core.progress import Progress
 from kvferry.core.store import ArtifactStore
 from kvferry.engine.backend import runtime_versions
 from kvferry.engine.model import LoadedModel
@@ -24,7 +25,7 @@ from kvferry.engine.prompt import DEFAULT_SYSTEM
 from kvferry.engine.residency import Residency
 from kvferry.sender import registry
 from kvferry.sender.artifacts import Artifact, ArtifactMaker
-from kvferry.sender.reading import Progress, Reading
+from kvferry.sender.reading import Reading
 
 
 def run_to_end(generator: Generator[Any, None, Any]) -> Any:

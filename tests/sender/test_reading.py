@@ -9,8 +9,8 @@ import pytest
 
 from kvferry.core.digests import digest
 from kvferry.core.errors import ModelError
+from kvferry.core.progress import Progress
 from kvferry.engine.model import LoadedModel, load
-from kvferry.sender.reading import Progress
 
 DOCUMENT = "The south warehouse opens at 7:30. Größe: 12 m². " * 6
 CHUNK = 32

@@ -17,13 +17,13 @@ from kvferry.core import addresses, channel, errors, rpc, wire
 from kvferry.core.compat import Reason, ReasonCode, Verdict
 from kvferry.core.ledger import SenderAccount, account_from_json
 from kvferry.core.metrics import SenderMetrics
+from kvferry.core.progress import Progress
 from kvferry.core.store import Stored
 from kvferry.engine.model import LoadedModel
 from kvferry.proto.v1 import common_pb2
 from kvferry.proto.v1 import receiver_service_pb2 as pb
 from kvferry.proto.v1 import receiver_service_pb2_grpc as pb_grpc
 from kvferry.sender import transfer
-from kvferry.sender.reading import Progress
 from kvferry.sender.transfer import ATTEMPTS, Transfer
 
 ACCOUNT = SenderAccount(10, 20, 1.0, 2.0, 3.0, 0.0)
