@@ -49,7 +49,7 @@ class ArtifactFile:
     account: SenderAccount | None
     payload_start: int
 
-    @property
+    @cached_property
     def artifact_id(self) -> bytes:
         """Digest of the manifest."""
         return manifest.artifact_id(self.encoded)

@@ -11,9 +11,12 @@ from enum import StrEnum
 
 import msgspec
 
+from kvferry.core.errors import RefusedError
 from kvferry.core.manifest import LayerLayout, Manifest, Model, Rope, Tokenizer
 
 SUPPORTED_CACHE_CLASS = "KVCache"
+_SHOWN_REASONS = 3
+_CARRIED_REASONS = 12
 
 
 class ReasonCode(StrEnum):
@@ -103,6 +106,15 @@ class Profile:
 def judge(manifest: Manifest, receiver: Profile) -> Verdict:
     """Return the receiver's verdict with every reason, in the manifest's field order."""
     return Verdict(tuple(_reasons(manifest, receiver)))
+
+
+def refusal(verdict: Verdict) -> RefusedError:
+    """Return the error for a verdict: the first reasons in the message, more of them in the fields."""
+    shown = "; ".join(str(reason) for reason in verdict.reasons[:_SHOWN_REASONS])
+    more = len(verdict.reasons) - _SHOWN_REASONS
+    tail = f"; and {more} more" if more > 0 else "" if shown else "the receiver gives no reason"
+    carried = msgspec.json.encode(verdict.reasons[:_CARRIED_REASONS]).decode()
+    return RefusedError(f"refused: {shown}{tail}", verdict_json=carried, reasons=len(verdict.reasons))
 
 
 def _reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:

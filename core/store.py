@@ -256,7 +256,7 @@ class ArtifactStore:
             NotFoundError: when it is not here.
             StoreError: when its files cannot be read.
         """
-        self._sweep()
+        self.sweep()
         try:
             return stored.read(self._path("artifacts", artifact_id), artifact_id)
         except NotFoundError:
@@ -272,11 +272,19 @@ class ArtifactStore:
         """
         return stored.read(self._path("quarantine", artifact_id), artifact_id)
 
+    def sweep(self) -> None:
+        """Drop what has not been used for longer than the time to live.
+
+        Raises:
+            StoreError: when the disk refuses.
+        """
+        with self._lock:
+            self._drop_all(self._retention.expired())
+
     @contextlib.contextmanager
     def pinned(self, artifact_id: bytes) -> Iterator[None]:
         """Keep an artifact from eviction for the block, and note that it is used."""
         with self._lock:
-            self._sweep()
             self._retention.touch(artifact_id)
             with contextlib.suppress(OSError):
                 os.utime(self._path("artifacts", artifact_id) / RECORD_FILE)
@@ -315,7 +323,7 @@ class ArtifactStore:
 
     def ids(self) -> list[bytes]:
         """Return the ids of all published artifacts, sorted."""
-        self._sweep()
+        self.sweep()
         return self._ids("artifacts")
 
     def _ids(self, folder: str) -> list[bytes]:
@@ -388,12 +396,8 @@ class ArtifactStore:
         copies = [self._path(folder, artifact_id) for folder in _KEPT]
         self._retention.add(artifact_id, sum(map(stored.size, copies)), idle_seconds)
 
-    def _sweep(self) -> None:
-        with self._lock:
-            self._drop_all(self._retention.expired())
-
     def _make_room(self, needed: int) -> None:
-        self._sweep()
+        self.sweep()
         self._drop_all(self._retention.victims(needed))
 
     def _drop_all(self, artifact_ids: Iterable[bytes]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvferry.core.compat import judge, refusal
 from kvferry.core.digests import digest
 from kvferry.core.ledger import (
     Ledger,
@@ -80,11 +81,13 @@ class Answerer:
         Raises:
             ContainerError: when stored bytes are no longer those of the manifest.
             ParityError: when the rebuilt cache does not give what the sender's gave.
+            RefusedError: when the artifact does not fit the model that runs now.
             ContextOverflowError: when a text does not fit the context.
         """
         held = self._residency.get(stored.artifact_id)
         if held is not None:
             return _kept(held, parity.measured(stored))
+        self._check_fit(stored)
         if stored.manifest.method.consume == "inject":
             preparation = self._rebuild(stored)
         else:
@@ -98,8 +101,10 @@ class Answerer:
 
         Raises:
             ContainerError: when the ids are damaged too, or the artifact has none.
+            RefusedError: when the artifact does not fit the model that runs now.
         """
-        key = digest(b"reread" + stored.artifact_id)
+        self._check_fit(stored)
+        key = _reread_key(stored.artifact_id)
         held = self._residency.get(key)
         if held is not None:
             return replace(_kept(held, None), fallback_reason=reason)
@@ -123,6 +128,17 @@ class Answerer:
         with contextlib.closing(steps):
             answer = yield from _timed(steps, account)
         return answer, self._ledger(stored, answer, account)
+
+    def forget(self, artifact_id: bytes) -> None:
+        """Let go of what is kept at hand for an artifact."""
+        self._residency.drop(artifact_id)
+        self._residency.drop(_reread_key(artifact_id))
+
+    def _check_fit(self, stored: Stored) -> None:
+        # The store outlives the daemon, which may have been started again with another model.
+        verdict = judge(stored.manifest, self._model.profile)
+        if not verdict.accepted:
+            raise refusal(verdict)
 
     def _rebuild(self, stored: Stored) -> Preparation:
         start = time.perf_counter()
@@ -193,6 +209,10 @@ class Answerer:
             runtime=self._versions,
             request_id=account.request_id,
         )
+
+
+def _reread_key(artifact_id: bytes) -> bytes:
+    return digest(b"reread" + artifact_id)
 
 
 def _kept(prefix: PrefixCache, figures: ParityFigures | None, reconstruct_ms: float = 0.0) -> Preparation:

@@ -8,7 +8,13 @@ import msgspec
 
 from kvferry.core import manifest
 from kvferry.core.compat import Profile, Verdict, judge
-from kvferry.core.errors import ContainerError, InvalidRequestError, NotFoundError, QuarantinedError
+from kvferry.core.errors import (
+    ContainerError,
+    IntegrityError,
+    InvalidRequestError,
+    NotFoundError,
+    QuarantinedError,
+)
 from kvferry.core.ledger import SenderAccount, account_from_json
 from kvferry.core.metrics import ReceiverMetrics
 from kvferry.core.plan import make_plan
@@ -117,6 +123,9 @@ class Intake:
             self._store.get(artifact_id)
         except (NotFoundError, QuarantinedError):
             # What was put aside is taken in anew.
+            return False
+        except IntegrityError as error:
+            self._store.quarantine(artifact_id, error.message)
             return False
         return True
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
 
 import grpc
 
 from kvferry.core import limits, request_ids, rpc, wire
+from kvferry.core import stored as stored_files
 from kvferry.core.config import ReceiverConfig
 from kvferry.core.errors import (
-    ContainerError,
     InvalidRequestError,
-    ParityError,
+    KvferryError,
+    NotFoundError,
     QuarantinedError,
     TooLargeError,
     TransferError,
@@ -30,12 +29,11 @@ from kvferry.engine.model import LoadedModel
 from kvferry.engine.residency import Residency
 from kvferry.engine.worker import Worker
 from kvferry.proto.v1 import receiver_service_pb2 as pb
-from kvferry.receiver.answering import Account, Answerer, Preparation
+from kvferry.receiver.answering import Account, Answerer
 from kvferry.receiver.intake import Intake
 from kvferry.receiver.intake_service import IntakeServicer
 from kvferry.receiver.ledger_file import LedgerFile
-
-_PUT_IDLE_SECONDS = 60.0
+from kvferry.receiver.preparing import Preparer
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class ReceiverServicer(IntakeServicer):
     def __init__(self, parts: ReceiverParts) -> None:
         super().__init__(parts.intake, parts.metrics)
         self._parts = parts
-        self._preparing: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+        self._preparer = Preparer(parts.store, parts.answerer, parts.worker, parts.metrics)
 
     async def Describe(  # noqa: N802  (the names are gRPC's)
         self,
@@ -79,7 +77,7 @@ class ReceiverServicer(IntakeServicer):
         async with rpc.reporting(context):
             sampling = self._check_question(request)
             artifact_id = wire.check_digest(request.artifact_id, "artifact_id")
-            stored, preparation = await self._prepare(artifact_id, allow_fallback=request.allow_fallback)
+            stored, preparation = await self._preparer.prepare(artifact_id, allow_fallback=request.allow_fallback)
             account = Account(accepted_at, preparation, request_ids.current())
             stream = self._parts.worker.stream(self._parts.answerer.answer(stored, request.question, sampling, account))
             try:
@@ -103,10 +101,10 @@ class ReceiverServicer(IntakeServicer):
     async def List(  # noqa: N802
         self, request: pb.ListRequest, context: grpc.aio.ServicerContext[pb.ListRequest, pb.ListResponse]
     ) -> pb.ListResponse:
-        """List committed artifacts."""
+        """List committed artifacts, and those that were put aside."""
         async with rpc.reporting(context):
-            listed = await asyncio.to_thread(self._list)
-        return pb.ListResponse(artifacts=[_summary(stored, reason) for stored, reason in listed])
+            listed = await asyncio.to_thread(lambda: list(self._list()))
+        return pb.ListResponse(artifacts=listed)
 
     async def Drop(  # noqa: N802
         self, request: pb.DropRequest, context: grpc.aio.ServicerContext[pb.DropRequest, pb.DropResponse]
@@ -115,59 +113,17 @@ class ReceiverServicer(IntakeServicer):
         async with rpc.reporting(context):
             artifact_id = wire.check_digest(request.artifact_id, "artifact_id")
             await asyncio.to_thread(self._parts.store.drop, artifact_id)
-            await self._parts.worker.run(lambda: self._parts.residency.drop(artifact_id))
+            await self._parts.worker.run(lambda: self._parts.answerer.forget(artifact_id))
             self._metrics.dropped()
             self._log.info("dropped", artifact=artifact_id.hex())
         return pb.DropResponse()
 
-    async def _prepare(self, artifact_id: bytes, *, allow_fallback: bool) -> tuple[Stored, Preparation]:
-        """Have the cache at hand; what cannot be trusted is put aside, and read again if the request allows it."""
-        parts = self._parts
-        with parts.store.pinned(artifact_id):
-            try:
-                stored = await asyncio.to_thread(parts.store.get, artifact_id)
-                return stored, await self._prepare_stored(stored)
-            except (ContainerError, ParityError) as error:
-                await asyncio.to_thread(parts.store.quarantine, artifact_id, error.message)
-                self._metrics.damaged("stored")
-                self._log.error("quarantined", artifact=artifact_id.hex(), reason=error.message)
-                if not allow_fallback:
-                    raise
-                reason = error.message
-            except QuarantinedError as error:
-                if not allow_fallback:
-                    raise
-                reason = str(error.fields.get("reason", error.message))
-        stored = await asyncio.to_thread(parts.store.get_quarantined, artifact_id)
-        return stored, await self._run(parts.answerer.reread(stored, reason))
-
-    async def _prepare_stored(self, stored: Stored) -> Preparation:
-        """Several questions at once wait for one preparation of what is kept."""
-        lock = (
-            contextlib.nullcontext()
-            if stored.manifest.method.consume == "prefill"
-            else self._preparing.setdefault(stored.artifact_id, asyncio.Lock())
-        )
-        async with lock:
-            return await self._run(self._parts.answerer.prepare(stored))
-
-    async def _run(self, steps: Generator[int, None, Preparation]) -> Preparation:
-        stream = self._parts.worker.stream(steps)
-        try:
-            async for _ in stream:
-                pass
-        finally:
-            await stream.aclose()
-        if stream.result is None:
-            raise TransferError("answer: stopped before the cache was ready")
-        return stream.result
-
-    def _list(self) -> list[tuple[Stored, str]]:
+    def _list(self) -> Iterator[pb.ArtifactSummary]:
         store = self._parts.store
-        kept = [(store.get(artifact_id), "") for artifact_id in store.ids()]
-        return kept + [
-            (store.get_quarantined(artifact_id), reason) for artifact_id, reason in store.quarantined().items()
-        ]
+        for artifact_id in store.ids():
+            yield from _summary(store.get, artifact_id, "")
+        for artifact_id, reason in store.quarantined().items():
+            yield from _summary(store.get_quarantined, artifact_id, reason)
 
     def _check_question(self, request: pb.AskRequest) -> Sampling:
         if not request.question.strip():
@@ -187,8 +143,18 @@ class ReceiverServicer(IntakeServicer):
         return Sampling(request.max_tokens, request.temperature, request.top_p, request.seed)
 
 
-def _summary(stored: Stored, quarantined: str) -> pb.ArtifactSummary:
-    return pb.ArtifactSummary(
+def _summary(get: Callable[[bytes], Stored], artifact_id: bytes, quarantined: str) -> Iterator[pb.ArtifactSummary]:
+    try:
+        stored = get(artifact_id)
+        used_at = stored_files.used_at(stored.path)
+    except (NotFoundError, QuarantinedError, FileNotFoundError):
+        # Gone since the ids were listed.
+        return
+    except KvferryError as error:
+        # One damaged manifest must not hide everything else.
+        yield pb.ArtifactSummary(artifact_id=artifact_id, quarantined=quarantined or error.message)
+        return
+    yield pb.ArtifactSummary(
         artifact_id=stored.artifact_id,
         method=stored.manifest.method.id,
         form=stored.manifest.form,
@@ -196,4 +162,5 @@ def _summary(stored: Stored, quarantined: str) -> pb.ArtifactSummary:
         prefix_tokens=stored.manifest.prefix.tokens if stored.manifest.prefix else 0,
         committed_at=stored.record.committed_at,
         quarantined=quarantined,
+        used_at=used_at,
     )

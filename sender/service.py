@@ -11,15 +11,16 @@ from typing import Any
 import grpc
 import msgspec
 
-from kvferry.core import addresses, limits, rpc, security, wire
+from kvferry.core import addresses, limits, rpc, security, verification, wire
 from kvferry.core.config import SenderConfig
 from kvferry.core.digests import Hasher
-from kvferry.core.errors import InvalidRequestError, RefusedError, TooLargeError, TransferError
+from kvferry.core.errors import ContainerError, InvalidRequestError, RefusedError, TooLargeError, TransferError
 from kvferry.core.ledger import SenderAccount, to_json
 from kvferry.core.logs import logger
 from kvferry.core.metrics import SenderMetrics
 from kvferry.core.progress import Progress
 from kvferry.core.store import ArtifactStore
+from kvferry.core.stored import Stored
 from kvferry.core.tls import PeerSecurity
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.prompt import DEFAULT_SYSTEM
@@ -157,9 +158,13 @@ class SenderServicer(pb_grpc.SenderServiceServicer):
             artifact.stored, account, send.receiver, parts.config.rpc_seconds, parts.metrics, security=send.security
         )
         with parts.store.pinned(artifact.stored.artifact_id):
-            async with contextlib.aclosing(transfer.run()) as steps:
-                async for progress in steps:
-                    yield _progress(progress)
+            try:
+                async with contextlib.aclosing(transfer.run()) as steps:
+                    async for progress in steps:
+                        yield _progress(progress)
+            except ContainerError:
+                await asyncio.to_thread(self._put_aside_if_damaged, artifact.stored)
+                raise
         delivery = transfer.delivery
         parts.metrics.delivered(method.info.id, delivery.transfer_ms if delivery.traffic else None)
         self._log.info(
@@ -172,6 +177,13 @@ class SenderServicer(pb_grpc.SenderServiceServicer):
             reused=artifact.reused,
         )
         yield pb.SendResponse(end=_end(artifact, account, transfer, send))
+
+    def _put_aside_if_damaged(self, stored: Stored) -> None:
+        """Look whether it is our own copy that went bad; then the next send makes the artifact anew."""
+        found = next(verification.damage(stored.manifest, stored.plan, stored), None)
+        if found is not None:
+            self._log.error("quarantined", artifact=stored.artifact_id.hex(), reason=found.message)
+            self._parts.store.quarantine(stored.artifact_id, found.message)
 
     async def _receive_document(self, requests: AsyncIterator[pb.SendRequest]) -> tuple[pb.SendStart, str]:
         first = await _next(requests)

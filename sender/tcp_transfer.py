@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from kvferry.core import frames
 from kvferry.core.addresses import Address
-from kvferry.core.compat import Reason, ReasonCode, Verdict
+from kvferry.core.compat import Reason, ReasonCode, Verdict, refusal
 from kvferry.core.errors import IntegrityError, KvferryError, PeerError, TransferError, UnavailableError
 from kvferry.core.ledger import SenderAccount, Traffic, to_json
 from kvferry.core.stored import Stored
@@ -84,9 +84,6 @@ def _read_offer(stored: Stored, connection: frames.Connection) -> list[int] | No
     if not isinstance(answer, frames.Offered) or answer.artifact_id != stored.artifact_id:
         raise IntegrityError("manifest: the receiver read other bytes than were sent", field="manifest")
     if answer.reasons:
-        # Imported here: the gRPC transfer drags more along than a refusal needs.
-        from kvferry.sender.transfer import refusal  # noqa: PLC0415
-
         raise refusal(Verdict(tuple(Reason(_code(code), *rest) for code, *rest in answer.reasons)))
     if answer.committed:
         return None

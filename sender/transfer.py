@@ -7,27 +7,26 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 import msgspec
 
 from kvferry.core import channel, request_ids, rpc, wire
 from kvferry.core.addresses import Address
-from kvferry.core.compat import Verdict
+from kvferry.core.compat import refusal
 from kvferry.core.errors import (
     AuthenticationError,
     IntegrityError,
     KvferryError,
     NotFoundError,
     PeerError,
-    RefusedError,
     StoreError,
     TransferError,
 )
 from kvferry.core.ledger import SenderAccount, Traffic, to_json
-from kvferry.core.metrics import SenderMetrics
+from kvferry.core.payloads import Carriable
 from kvferry.core.progress import Progress
-from kvferry.core.stored import Stored
 from kvferry.core.tls import PeerSecurity
 from kvferry.proto.v1 import receiver_service_pb2 as pb
 from kvferry.proto.v1 import receiver_service_pb2_grpc as pb_grpc
@@ -35,8 +34,6 @@ from kvferry.sender.put_call import acknowledgements
 
 ATTEMPTS = 4
 _FIRST_PAUSE_SECONDS = 0.2
-_SHOWN_REASONS = 3
-_CARRIED_REASONS = 12
 _LONGEST_PAUSE_SECONDS = 10.0
 _PLAINTEXT = PeerSecurity()
 
@@ -50,20 +47,30 @@ class Delivery:
     traffic: Traffic | None = None
 
 
+class Counting(Protocol):
+    """Counts what crosses, by kind."""
+
+    def sent(self, kind: str, count: int) -> None:
+        """Count bytes that went out."""
+
+    def received(self, kind: str, count: int) -> None:
+        """Count bytes that came in."""
+
+
 class Transfer:
     """One artifact on its way to one receiver."""
 
     def __init__(
         self,
-        stored: Stored,
+        artifact: Carriable,
         account: SenderAccount,
         receiver: Address,
         rpc_seconds: float,
-        metrics: SenderMetrics,
+        metrics: Counting,
         *,
         security: PeerSecurity = _PLAINTEXT,
     ) -> None:
-        self._stored = stored
+        self._artifact = artifact
         self._account = account
         self._receiver = receiver
         self._seconds = rpc_seconds
@@ -100,7 +107,7 @@ class Transfer:
 
     async def _attempt(self, stub: pb_grpc.ReceiverServiceAsyncStub) -> AsyncGenerator[Progress, None]:
         start = time.perf_counter()
-        yield Progress("offer", 0, len(self._stored.encoded))
+        yield Progress("offer", 0, len(self._artifact.encoded))
         missing = await self._offer(stub)
         if missing is None:
             return
@@ -114,13 +121,13 @@ class Transfer:
 
     async def _offer(self, stub: pb_grpc.ReceiverServiceAsyncStub) -> list[tuple[int, int]] | None:
         """Return the missing chunk ranges, or None when the artifact is already there."""
-        request = pb.OfferRequest(manifest=self._stored.encoded)
+        request = pb.OfferRequest(manifest=self._artifact.encoded)
         self._metrics.sent("manifest", len(request.manifest))
         self._metrics.sent("control", request.ByteSize() - len(request.manifest))
         with rpc.translating(str(self._receiver), "Offer"):
             response = await stub.Offer(request, timeout=self._seconds, metadata=request_ids.outgoing())
         self._metrics.received("control", response.ByteSize())
-        if response.artifact_id != self._stored.artifact_id:
+        if response.artifact_id != self._artifact.artifact_id:
             raise IntegrityError("manifest: the receiver read other bytes than were sent", field="manifest")
         verdict = wire.verdict_from_message(response.verdict)
         if not response.verdict.accepted:
@@ -128,7 +135,7 @@ class Transfer:
         return None if response.committed else self._check_ranges(wire.ranges_from_message(response.missing))
 
     def _check_ranges(self, missing: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        count, last = self._stored.plan.count, 0
+        count, last = self._artifact.plan.count, 0
         for start, end in missing:
             if not last <= start < end <= count:
                 raise PeerError(
@@ -142,8 +149,8 @@ class Transfer:
         wanted = [index for start, end in missing for index in range(start, end)]
         if not wanted:
             return
-        payload = self._stored.manifest.payload
-        sizes = {index: self._stored.plan.range(index) for index in wanted}
+        payload = self._artifact.manifest.payload
+        sizes = {index: self._artifact.plan.range(index) for index in wanted}
         total = payload.length
         done = total - sum(end - start for start, end in sizes.values())
         yield Progress("transfer", done, total)
@@ -171,12 +178,12 @@ class Transfer:
     def _chunks(self, wanted: Iterable[int]) -> Iterator[pb.PutRequest]:
         for index in wanted:
             try:
-                data = self._stored.read_chunk(index)
+                data = self._artifact.read_chunk(index)
             except StoreError as error:
                 # Raised here, it would reach nobody but gRPC's log.
                 self._unreadable = error
                 return
-            request = pb.PutRequest(artifact_id=self._stored.artifact_id, index=index, data=data)
+            request = pb.PutRequest(artifact_id=self._artifact.artifact_id, index=index, data=data)
             self._metrics.sent("resent" if index in self._tried else "payload", len(data))
             self._metrics.sent("control", request.ByteSize() - len(data))
             self._tried.add(index)
@@ -185,18 +192,18 @@ class Transfer:
     async def _commit(self, stub: pb_grpc.ReceiverServiceAsyncStub) -> None:
         account = msgspec.structs.replace(self._account, transfer_ms=self.delivery.transfer_ms)
         # Verification reads the whole payload again, so the deadline grows with it.
-        deadline = self._seconds + self._stored.manifest.payload.length / 50e6
-        request = pb.CommitRequest(artifact_id=self._stored.artifact_id, account_json=to_json(account))
+        deadline = self._seconds + self._artifact.manifest.payload.length / 50e6
+        request = pb.CommitRequest(artifact_id=self._artifact.artifact_id, account_json=to_json(account))
         self._metrics.sent("control", request.ByteSize())
         with rpc.translating(str(self._receiver), "Commit"):
             response = await stub.Commit(request, timeout=deadline, metadata=request_ids.outgoing())
         self._metrics.received("control", response.ByteSize())
         receipt = response.receipt
-        if receipt.payload_digest != self._stored.manifest.payload.digest:
+        if receipt.payload_digest != self._artifact.manifest.payload.digest:
             raise IntegrityError("payload: the receipt names another digest", field="payload_digest")
         self.delivery.traffic = Traffic(
-            len(self._stored.encoded),
-            self._stored.manifest.payload.length,
+            len(self._artifact.encoded),
+            self._artifact.manifest.payload.length,
             receipt.received_bytes,
             receipt.control_bytes,
         )
@@ -206,15 +213,6 @@ def _asked_pause(error: KvferryError) -> float:
     """Return the seconds that a busy receiver asks for, within reason."""
     asked = error.fields.get("retry_after_ms")
     return min(max(asked / 1000, 0.0), _LONGEST_PAUSE_SECONDS) if isinstance(asked, int | float) else 0.0
-
-
-def refusal(verdict: Verdict) -> RefusedError:
-    """Return the error for a verdict: the first reasons in the message, more of them in the fields."""
-    shown = "; ".join(str(reason) for reason in verdict.reasons[:_SHOWN_REASONS])
-    more = len(verdict.reasons) - _SHOWN_REASONS
-    tail = f"; and {more} more" if more > 0 else "" if shown else "the receiver gives no reason"
-    carried = msgspec.json.encode(verdict.reasons[:_CARRIED_REASONS]).decode()
-    return RefusedError(f"refused: {shown}{tail}", verdict_json=carried, reasons=len(verdict.reasons))
 
 
 def _overtaken(error: KvferryError) -> bool:

@@ -1,0 +1,106 @@
+"""Having an artifact's cache at hand. What cannot be trusted is put aside and, if the request allows it, read again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Generator
+from weakref import WeakValueDictionary
+
+from kvferry.core.errors import (
+    ContainerError,
+    KvferryError,
+    ParityError,
+    QuarantinedError,
+    StoreError,
+    TransferError,
+)
+from kvferry.core.logs import logger
+from kvferry.core.metrics import ReceiverMetrics
+from kvferry.core.store import ArtifactStore
+from kvferry.core.stored import Stored
+from kvferry.engine.worker import Worker
+from kvferry.receiver.answering import Answerer, Preparation
+
+
+class Preparer:
+    """Prepares artifacts for questions, each one once however many questions wait for it."""
+
+    def __init__(self, store: ArtifactStore, answerer: Answerer, worker: Worker, metrics: ReceiverMetrics) -> None:
+        self._store = store
+        self._answerer = answerer
+        self._worker = worker
+        self._metrics = metrics
+        self._log = logger("receiver")
+        self._turns: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+
+    async def prepare(self, artifact_id: bytes, *, allow_fallback: bool) -> tuple[Stored, Preparation]:
+        """Return an artifact and its cache.
+
+        Args:
+            artifact_id: of a published artifact, or of one that was put aside.
+            allow_fallback: read the prefix again from its ids when the cache cannot be trusted.
+
+        Raises:
+            NotFoundError: when the artifact is not here.
+            QuarantinedError: when it was put aside earlier.
+            ContainerError: when stored bytes are no longer those of the manifest.
+            ParityError: when the rebuilt cache does not give what the sender's gave.
+            RefusedError: when the artifact does not fit the model that runs now.
+        """
+        await asyncio.to_thread(self._store.sweep)
+        with self._store.pinned(artifact_id):
+            try:
+                return await self._prepare_kept(artifact_id)
+            except (ContainerError, ParityError) as error:
+                await self._put_aside(artifact_id, error)
+                cause: KvferryError = error
+            except QuarantinedError as error:
+                cause = error
+            if not allow_fallback:
+                raise cause
+            return await self._read_again(artifact_id, cause)
+
+    async def _prepare_kept(self, artifact_id: bytes) -> tuple[Stored, Preparation]:
+        stored = await asyncio.to_thread(self._store.get, artifact_id)
+        # A text that is read anew for every question has nothing to wait for.
+        turn = contextlib.nullcontext() if stored.manifest.method.consume == "prefill" else self._turn(artifact_id)
+        async with turn:
+            try:
+                return stored, await self._run(self._answerer.prepare(stored))
+            except StoreError:
+                # Another question may have found damage and put the files aside under our hands: then say that.
+                await asyncio.to_thread(self._store.get, artifact_id)
+                raise
+
+    async def _put_aside(self, artifact_id: bytes, error: KvferryError) -> None:
+        self._metrics.damaged("stored")
+        try:
+            await asyncio.to_thread(self._store.quarantine, artifact_id, error.message)
+        except StoreError as failure:
+            self._log.error("not quarantined", artifact=artifact_id.hex(), reason=error.message, why=failure.message)
+            raise error from failure
+        self._log.error("quarantined", artifact=artifact_id.hex(), reason=error.message)
+
+    async def _read_again(self, artifact_id: bytes, cause: KvferryError) -> tuple[Stored, Preparation]:
+        stored = await asyncio.to_thread(self._store.get_quarantined, artifact_id)
+        if stored.manifest.prefix is None:
+            # A text is its own fallback.
+            raise cause
+        async with self._turn(artifact_id):
+            reason = str(cause.fields.get("reason", cause.message))
+            return stored, await self._run(self._answerer.reread(stored, reason))
+
+    def _turn(self, artifact_id: bytes) -> asyncio.Lock:
+        return self._turns.setdefault(artifact_id, asyncio.Lock())
+
+    async def _run(self, steps: Generator[int, None, Preparation]) -> Preparation:
+        stream = self._worker.stream(steps)
+        try:
+            async for _ in stream:
+                pass
+        finally:
+            await stream.aclose()
+        if stream.result is None:
+            raise TransferError("answer: stopped before the cache was ready")
+        return stream.result

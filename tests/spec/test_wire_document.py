@@ -1,0 +1,131 @@
+"""docs/wire.md stands on its own: a reader written from it alone reads and refuses what kvferry does."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvferry.core import container
+from kvferry.core.container import header, raw_section, write_payload
+from kvferry.core.limits import MIN_CHUNK_BYTES
+from kvferry.core.store import ArtifactStore
+from kvferry.core.stored import Stored
+from kvferry.engine.model import LoadedModel
+from kvferry.engine.residency import Residency
+from kvferry.sender import registry
+from kvferry.sender.artifacts import ArtifactMaker
+from kvferry.sender.reading import Reading
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSIONS = {"kvferry": "0", "mlx": "0", "mlx_lm": "0", "device": "cpu"}
+TEXT = "Gate 7 opens at 06:40; gate 1 does not. Ключ 🗝 in room 208.\r\n" * 3
+
+
+@pytest.fixture(scope="module")
+def reader() -> ModuleType:
+    path = Path(__file__).with_name("wire_reader.py")
+    spec = importlib.util.spec_from_file_location("wire_reader", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def made(
+    tiny_model: Callable[..., LoadedModel], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Stored]]:
+    model = tiny_model("llama", seed=5, layers=2)
+    store = ArtifactStore(tmp_path_factory.mktemp("spec"))
+    maker = ArtifactMaker(model, store, MIN_CHUNK_BYTES, VERSIONS)
+
+    def make(method_id: str) -> Stored:
+        method = registry.find(method_id)
+        reading = Reading(model, Residency(2**30), TEXT, "Be brief.", None)
+        steps = maker.make(method, reading, registry.check_parameters(method, {}))
+        while True:
+            try:
+                next(steps)
+            except StopIteration as stop:
+                stored: Stored = stop.value.stored
+                return stored
+
+    yield make
+    store.close()
+
+
+@pytest.mark.parametrize("method", ["A0", "A1", "A7", "B0", "B1"])
+def test_the_reader_decodes_every_method(reader: Any, made: Callable[[str], Stored], method: str) -> None:
+    stored = made(method)
+    artifact_id, manifest = reader.read_manifest(stored.encoded)
+    assert artifact_id == stored.artifact_id
+    arrays = reader.read_payload(manifest, stored.payload_path.read_bytes())
+    assert list(arrays) == [section.name for section in stored.manifest.sections]
+    if method in ("A1", "A7", "B0"):
+        assert arrays["document.text"].tobytes().decode() == TEXT
+    if method == "A0":
+        assert list(arrays) == ["prompt.system"]
+
+
+def test_the_reader_decodes_the_cache_that_the_model_computed(
+    reader: Any, made: Callable[[str], Stored], tiny_model: Callable[..., LoadedModel]
+) -> None:
+    model = tiny_model("llama", seed=5, layers=2)
+    stored = made("B1")
+    arrays = reader.read_payload(reader.read_manifest(stored.encoded)[1], stored.payload_path.read_bytes())
+    ids = model.prompt.prefix(TEXT, "Be brief.")
+    assert arrays["prefix.ids"].tolist() == ids
+    cache = model.model.make_cache()
+    for start in range(0, len(ids), model.prefill_chunk):
+        model.model(mx.array(ids[start : start + model.prefill_chunk])[None], cache=cache)
+    for index, layer in enumerate(cache):
+        keys, values = layer.keys_and_values()
+        np.testing.assert_array_equal(arrays[f"layers.{index}.keys"], np.array(keys[0]))
+        np.testing.assert_array_equal(arrays[f"layers.{index}.values"], np.array(values[0]))
+
+
+def test_the_reader_refuses_every_changed_byte(reader: Any, made: Callable[[str], Stored]) -> None:
+    stored = made("A7")
+    payload = bytearray(stored.payload_path.read_bytes())
+    _, manifest = reader.read_manifest(stored.encoded)
+    for place in range(len(payload)):
+        payload[place] ^= 1
+        with pytest.raises(reader.RefusedError):
+            reader.read_payload(manifest, bytes(payload))
+        payload[place] ^= 1
+    for end in range(len(payload)):
+        with pytest.raises(reader.RefusedError):
+            reader.read_payload(manifest, bytes(payload[:end]))
+
+
+def test_the_reader_is_short_and_knows_nothing_of_ours() -> None:
+    text = Path(__file__).with_name("wire_reader.py").read_text()
+    assert len(text.splitlines()) <= 150
+    assert "import kvferry" not in text
+    assert "from kvferry" not in text
+
+
+def test_the_golden_payload_of_the_document_is_what_is_written() -> None:
+    document = (ROOT / "docs" / "wire.md").read_text("utf-8")
+    golden = document[document.index("## 7. Golden bytes") :]
+    shown_header = re.search(r"^    (\{\"prompt.system\".*\})$", golden, re.MULTILINE)
+    length = re.search(r"is (\d+) bytes", golden)
+    assert shown_header is not None
+    assert length is not None
+    contents = [raw_section(container.SYSTEM, "U8", (1,), b"S"), raw_section(container.TEXT, "U8", (2,), b"hi")]
+    written = header(contents) + b"".join(bytes(content.data) for content in contents)
+    expected = bytes.fromhex("8800000000000000") + shown_header.group(1).encode().ljust(136) + bytes.fromhex("536869")
+    assert written == expected
+    assert len(written) == int(length.group(1))
+    sections, payload = write_payload(contents, lambda _: None, MIN_CHUNK_BYTES)
+    for shown in (payload.digest, *(section.digest for section in sections)):
+        assert shown.hex() in golden
