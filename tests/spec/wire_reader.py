@@ -15,23 +15,6 @@ from blake3 import blake3
 DTYPES = {"U8": "u1", "I32": "<i4", "U32": "<u4", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}
 TOP = ["version", "form", "model", "tokenizer", "document", "prompt", "prefix", "positions", "layout", "method"]
 TOP += ["mapper", "encoding", "sections", "payload", "parity", "runtime"]
-    "version",
-    "form",
-    "model",
-    "tokenizer",
-    "document",
-    "prompt",
-    "prefix",
-    "positions",
-    "layout",
-    "method",
-    "mapper",
-    "encoding",
-    "sections",
-    "payload",
-    "parity",
-    "runtime",
-]
 KV_ONLY = ("model", "tokenizer", "prefix", "positions", "layout", "parity")
 
 
