@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     "--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Nucleus mass."
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampler.")
+@click.option("--fallback", is_flag=True, help="Read the document again when the stored cache cannot be trusted.")
 @receiver_option
 @timeout_option
 @security_options
@@ -37,6 +38,7 @@ def command(
     temperature: float,
     top_p: float,
     seed: int,
+    fallback: bool,
     receiver: str,
     timeout: float,
     security: dict[str, Any],
@@ -59,6 +61,7 @@ def command(
             temperature=temperature,
             top_p=top_p,
             seed=seed,
+            fallback=fallback,
         ) as stream,
     ):
         for piece in stream:

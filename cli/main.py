@@ -23,6 +23,7 @@ COMMANDS = {
     "send": "Have the sender read a document and deliver it to the receiver.",
     "ask": "Ask the receiver a question about an artifact.",
     "inspect": "Show the manifest of a stored artifact.",
+    "artifacts": "List, verify, export and import artifacts.",
     "methods": "List the methods that documents can be sent with.",
     "models": "List, add, find and remove the models of the catalogue.",
     "certs": "Make certificates and tokens, so that only your own machines can connect.",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvferry.client import SendReport
 
 # Arguments of Client.send, so a method's parameter of that name would be taken for one of them.
-_TAKEN = ("document", "method", "progress", "question", "system", "text")
+_TAKEN = ("document", "fallback", "method", "progress", "question", "system", "text")
 
 
 @click.command(name="send")
@@ -29,6 +29,7 @@ _TAKEN = ("document", "method", "progress", "question", "system", "text")
 )
 @click.option("--question", help="The question, for methods that look at it.")
 @click.option("--system", help="The system prompt, in place of the default one.")
+@click.option("--fallback", is_flag=True, help="Send the text instead when the receiver refuses the cache.")
 @sender_option
 @receiver_option
 @click.option("--deliver-to", help="host:port under which the sender reaches the receiver, if that is another.")
@@ -42,6 +43,7 @@ def command(
     parameters: tuple[str, ...],
     question: str | None,
     system: str | None,
+    fallback: bool,
     sender: str,
     receiver: str,
     deliver_to: str | None,
@@ -66,7 +68,11 @@ def command(
         def show(event: Progress) -> None:
             bar(event.stage, event.done, event.total)
 
-        report = client.send(source, method=method, question=question, system=system, progress=show, **given)
+        report = client.send(
+            source, method=method, question=question, system=system, fallback=fallback, progress=show, **given
+        )
+    if report.fallback_reason is not None:
+        output.remark(f"fell back to the text ({report.method}): {report.fallback_reason}")
     if as_json:
         output.write_json(record(report))
     else:

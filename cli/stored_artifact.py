@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kvferry.core import config, manifest
+from kvferry.core import config, manifest, stored
+from kvferry.core.artifact_file import ArtifactFile
 from kvferry.core.digests import DIGEST_BYTES
 from kvferry.core.errors import InvalidRequestError, KvferryError, NotFoundError, StoreError
+from kvferry.core.ledger import SenderAccount
 from kvferry.core.limits import MAX_MANIFEST_BYTES
 from kvferry.core.manifest import Manifest
 from kvferry.core.partial import MANIFEST_FILE, PAYLOAD_FILE
 from kvferry.core.plan import make_plan
 from kvferry.core.stored import RECORD_FILE, Record
 
-_STATES = {"artifacts": "committed", "partial": "on its way in"}
+_STATES = {"artifacts": "committed", "partial": "on its way in", "quarantine": "put aside"}
 _WHOLE_ID = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 _ID_OR_PREFIX = re.compile(rf"[0-9a-f]{{8,{2 * DIGEST_BYTES}}}")
 
@@ -30,7 +32,7 @@ class StoredArtifact:
 
     Attributes:
         path: of the manifest file.
-        state: "committed", "on its way in" or "outside a store".
+        state: "committed", "on its way in", "put aside" or "outside a store".
         encoded: the manifest's bytes.
         payload_bytes: size of the payload file beside the manifest; None when there is none.
         record: what a store knows beside the manifest; None when there is no record.
@@ -83,14 +85,8 @@ def find(target: str, stores: Sequence[Path]) -> StoredArtifact:
         return read(path / MANIFEST_FILE)
     if path.is_file():
         return read(path)
-    given = target.strip().lower()
-    if not _ID_OR_PREFIX.fullmatch(given):
-        raise InvalidRequestError(
-            f"{target!r} is neither a path here nor an artifact id (at least its first 8 hexadecimal digits)",
-            field="target",
-            value=target,
-        )
-    return _search(given, stores or _default_stores())
+    given = _digits(target)
+    return _search(given, stores or default_stores())
 
 
 def read(path: Path, also_in: tuple[Path, ...] = ()) -> StoredArtifact:
@@ -114,6 +110,8 @@ def read(path: Path, also_in: tuple[Path, ...] = ()) -> StoredArtifact:
     problems = list(_problems(path, encoded, decoded, payload_bytes))
     if state == "committed" and record_problem:
         problems.append(record_problem)
+    if state == "put aside":
+        problems.insert(0, f"put aside: {stored.reason(path.parent)}")
     return StoredArtifact(path, state, encoded, decoded, payload_bytes, record, tuple(problems), also_in)
 
 
@@ -139,26 +137,96 @@ def _problems(path: Path, encoded: bytes, decoded: Manifest, payload_bytes: int 
         yield error.message
 
 
-def _search(given: str, stores: Sequence[Path]) -> StoredArtifact:
-    found: dict[str, list[Path]] = {}
-    for folder in _STATES:
-        for store in stores:
-            for path in sorted((store / folder).glob(f"{given}*/{MANIFEST_FILE}")):
-                if _WHOLE_ID.fullmatch(path.parent.name):
-                    found.setdefault(path.parent.name, []).append(path)
-    searched = ", ".join(map(str, stores))
-    if not found:
-        raise NotFoundError(f"artifact {given}: not in {searched}", artifact=given)
-    if len(found) > 1:
+def directories(stores: Sequence[Path], folders: Sequence[str], given: str = "") -> list[Path]:
+    """Return the directories of all artifacts in some folders of some stores, whose ids begin with ``given``."""
+    found = [path for store in stores for folder in folders for path in sorted((store / folder).glob(f"{given}*"))]
+    return [path for path in found if _WHOLE_ID.fullmatch(path.name) and path.is_dir()]
+
+
+def account(found: StoredArtifact) -> SenderAccount | None:
+    """Return what an artifact cost its sender: from its record, or from the sender's notes beside its store."""
+    if found.record is not None and found.record.account is not None:
+        return found.record.account
+    artifact_id = manifest.artifact_id(found.encoded).hex()
+    for path in sorted(found.path.parents[2].glob("made/*")) if found.state == "committed" else ():
+        try:
+            made = msgspec.json.decode(path.read_bytes(), type=_Made)
+        except (OSError, msgspec.MsgspecError):
+            continue
+        if made.artifact == artifact_id:
+            return made.account
+    return None
+
+
+class _Made(msgspec.Struct, frozen=True):
+    artifact: str
+    account: SenderAccount
+
+
+def copies(given: str, stores: Sequence[Path]) -> list[Path]:
+    """Return the directories of one artifact's published copies, and of those that were put aside.
+
+    Args:
+        given: an artifact id, or at least its first 8 digits.
+        stores: where to look.
+
+    Raises:
+        InvalidRequestError: when it is no id, or begins several.
+        NotFoundError: when there is no such artifact.
+    """
+    digits = _digits(given)
+    found = directories(stores, ("artifacts", "quarantine"), digits)
+    _check_one({path.name for path in found}, digits, stores)
+    return found
+
+
+def whole(found: StoredArtifact) -> ArtifactFile:
+    """Return a published artifact as one that can be carried.
+
+    Raises:
+        InvalidRequestError: when it is still on its way in, or was put aside.
+    """
+    artifact_id = manifest.artifact_id(found.encoded).hex()
+    if found.state in ("on its way in", "put aside"):
         raise InvalidRequestError(
-            f"artifact {given}: begins {len(found)} ids in {searched}: {', '.join(sorted(found)[:4])}",
+            f"artifact {artifact_id}: is {found.state} in {found.path.parents[2]}", field="artifact"
+        )
+    return ArtifactFile(found.path.with_name(PAYLOAD_FILE), found.manifest, found.encoded, account(found), 0)
+
+
+def _digits(given: str) -> str:
+    digits = given.strip().lower()
+    if not _ID_OR_PREFIX.fullmatch(digits):
+        raise InvalidRequestError(
+            f"{given!r} is neither a path here nor an artifact id (at least its first 8 hexadecimal digits)",
             field="target",
             value=given,
         )
-    ((first, *others),) = found.values()
+    return digits
+
+
+def _search(given: str, stores: Sequence[Path]) -> StoredArtifact:
+    held = [path for path in directories(stores, tuple(_STATES), given) if (path / MANIFEST_FILE).is_file()]
+    # Of several copies the published one comes first, wherever it is.
+    held.sort(key=lambda path: list(_STATES).index(path.parent.name))
+    _check_one({path.name for path in held}, given, stores)
+    first, *others = (path / MANIFEST_FILE for path in held)
     return read(first, tuple(others))
 
 
-def _default_stores() -> list[Path]:
+def _check_one(names: Collection[str], given: str, stores: Sequence[Path]) -> None:
+    searched = ", ".join(map(str, stores))
+    if not names:
+        raise NotFoundError(f"artifact {given}: not in {searched}", artifact=given)
+    if len(names) > 1:
+        raise InvalidRequestError(
+            f"artifact {given}: begins {len(names)} ids in {searched}: {', '.join(sorted(names)[:4])}",
+            field="target",
+            value=given,
+        )
+
+
+def default_stores() -> list[Path]:
+    """Return where this machine's daemons keep their artifacts."""
     kinds = (config.SenderConfig, config.ReceiverConfig)
     return [config.store_path(config.load(kind, None)) for kind in kinds]

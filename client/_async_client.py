@@ -114,6 +114,7 @@ class AsyncClient:
         method: str = "B1",
         question: str | None = None,
         system: str | None = None,
+        fallback: bool = False,
         progress: Callable[[Progress], None] | None = None,
         **parameters: Scalar,
     ) -> AsyncSendReport:
@@ -125,6 +126,7 @@ class AsyncClient:
             receiver=self._peers.delivery_address,
             question=question,
             system=system,
+            fallback=fallback,
             parameters=parameters,
         )
         peer = str(self._peers.sender)
@@ -147,10 +149,17 @@ class AsyncClient:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
+        fallback: bool = False,
     ) -> Answer:
         """Ask a question and wait for the whole answer, see ``Client.ask``."""
         async with self.stream(
-            artifact, question, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
+            artifact,
+            question,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            fallback=fallback,
         ) as stream:
             return await stream.finish()
 
@@ -163,6 +172,7 @@ class AsyncClient:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
+        fallback: bool = False,
     ) -> AsyncAnswerStream:
         """Ask a question and read the answer as it comes. Arguments and errors are those of ``ask``.
 
@@ -171,7 +181,9 @@ class AsyncClient:
                 print(piece.text, end="", flush=True)
         print(stream.answer.ledger.wire_bytes)
         """
-        request = _requests.ask(question, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        request = _requests.ask(
+            question, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, fallback=fallback
+        )
         reader = AnswerReader(str(self._peers.receiver), request)
         return AsyncAnswerStream(self._pieces(artifact, request, reader), reader)
 
@@ -202,7 +214,7 @@ class AsyncClient:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def artifacts(self) -> list[Artifact]:
-        """Return what the receiver holds."""
+        """Return what the receiver holds, and what it has put aside."""
         peer = str(self._peers.receiver)
         stub = self._connected().receiver
         with rpc.translating(peer, "List"):

@@ -118,6 +118,7 @@ class Client:
         method: str = "B1",
         question: str | None = None,
         system: str | None = None,
+        fallback: bool = False,
         progress: Callable[[Progress], None] | None = None,
         **parameters: Scalar,
     ) -> SendReport:
@@ -130,13 +131,15 @@ class Client:
             method: id or name of the method, see ``methods``.
             question: for methods that look at the question.
             system: the system prompt; None is the default one.
+            fallback: send the text instead when the receiver refuses the cache. ``SendReport.fallback_reason`` and the
+                ledgers of all answers then say so.
             progress: called as the work proceeds.
             **parameters: the method's own.
 
         Raises:
             InvalidRequestError: when the document or a value is impossible.
             TooLargeError: when the document is over the limit.
-            RefusedError: when the receiver's verdict is against the artifact.
+            RefusedError: when the receiver's verdict is against the artifact, and against the text that may replace it.
             TransferError: when the send stops before its end.
         """
         source = _documents.read(document, text)
@@ -146,6 +149,7 @@ class Client:
             receiver=self._peers.delivery_address,
             question=question,
             system=system,
+            fallback=fallback,
             parameters=parameters,
         )
         peer = str(self._peers.sender)
@@ -170,6 +174,7 @@ class Client:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
+        fallback: bool = False,
     ) -> Answer:
         """Ask a question and wait for the whole answer.
 
@@ -181,14 +186,25 @@ class Client:
             temperature: 0 takes the most likely token every time.
             top_p: nucleus mass in (0, 1]; 1 keeps every token.
             seed: of the sampler, when the temperature is above 0.
+            fallback: have the receiver read the prefix again when the cache that it keeps cannot be trusted any more.
+                The answer's ledger then says so and why.
 
         Raises:
             InvalidRequestError: when an argument is impossible.
             NotFoundError: when the receiver does not hold the artifact.
+            ContainerError: when what the receiver keeps is damaged; it puts the artifact aside. Another send mends it.
+            ParityError: when the rebuilt cache does not give what the sender's gave; likewise.
+            QuarantinedError: when the artifact was put aside before.
             TransferError: when the answer stops before its end.
         """
         with self.stream(
-            artifact, question, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
+            artifact,
+            question,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            fallback=fallback,
         ) as stream:
             return stream.finish()
 
@@ -201,6 +217,7 @@ class Client:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
+        fallback: bool = False,
     ) -> AnswerStream:
         """Ask a question and read the answer as it comes. Arguments and errors are those of ``ask``.
 
@@ -209,7 +226,9 @@ class Client:
                 print(piece.text, end="", flush=True)
         print(stream.answer.ledger.wire_bytes)
         """
-        request = _requests.ask(question, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        request = _requests.ask(
+            question, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, fallback=fallback
+        )
         reader = AnswerReader(str(self._peers.receiver), request)
         cancellation = Cancellation()
         return AnswerStream(self._pieces(artifact, request, reader, cancellation), reader, cancellation)
@@ -239,7 +258,7 @@ class Client:
         return finish_all(streams, concurrency) if streams else []
 
     def artifacts(self) -> list[Artifact]:
-        """Return what the receiver holds."""
+        """Return what the receiver holds, and what it has put aside."""
         peer = str(self._peers.receiver)
         self._guard.check()
         with rpc.translating(peer, "List"):

@@ -24,6 +24,7 @@ def send_start(
     receiver: str,
     question: str | None,
     system: str | None,
+    fallback: bool = False,
     parameters: Mapping[str, Scalar],
 ) -> sender_service_pb2.SendStart:
     """Return the first part of a send.
@@ -45,6 +46,7 @@ def send_start(
         question=question,
         text_bytes=len(document.data),
         text_digest=document.digest,
+        allow_fallback=fallback,
     )
 
 
@@ -57,7 +59,7 @@ def send_parts(start: sender_service_pb2.SendStart, document: Document) -> Itera
 
 
 def ask(
-    question: str, *, max_tokens: int, temperature: float, top_p: float, seed: int
+    question: str, *, max_tokens: int, temperature: float, top_p: float, seed: int, fallback: bool = False
 ) -> receiver_service_pb2.AskRequest:
     """Return a question; the artifact is filled in by the caller.
 
@@ -71,7 +73,12 @@ def ask(
     _check_number("temperature", temperature, "a finite number of at least 0", fits=temperature >= 0)
     _check_number("top_p", top_p, "above 0, at most 1", fits=0 < top_p <= 1)
     return receiver_service_pb2.AskRequest(
-        question=question, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
+        question=question,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        allow_fallback=fallback,
     )
 
 

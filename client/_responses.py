@@ -141,11 +141,12 @@ class SendReader:
             wire_bytes=end.wire_bytes,
             reused=end.reused,
             account=account,
+            fallback_reason=end.fallback_reason or None,
         )
 
 
 def artifacts(response: receiver_service_pb2.ListResponse, peer: str) -> list[Artifact]:
-    """Return what a receiver holds.
+    """Return what a receiver holds and what it has put aside.
 
     Raises:
         PeerError: when an id is not a digest.
@@ -158,6 +159,8 @@ def artifacts(response: receiver_service_pb2.ListResponse, peer: str) -> list[Ar
             item.payload_bytes,
             item.prefix_tokens,
             item.committed_at,
+            item.used_at,
+            item.quarantined or None,
         )
         for item in response.artifacts
     ]

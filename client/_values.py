@@ -54,15 +54,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Artifact:
-    """An artifact that a receiver holds.
+    """An artifact that a receiver holds, or has put aside.
 
     Attributes:
         artifact_id: 64 hexadecimal digits.
-        method: id of the method that made it, such as "B1".
-        form: text, evidence, references or kv.
+        method: id of the method that made it, such as "B1"; empty when its manifest cannot be read any more.
+        form: text, evidence, references or kv; likewise.
         payload_bytes: size of the payload.
         prefix_tokens: tokens of the prefix; 0 for a form that has no tokens of its own.
         committed_at: seconds since the Unix epoch, by the receiver's clock.
+        used_at: when a question last used it; likewise.
+        quarantined: why it was put aside; None for one that can be asked.
     """
 
     artifact_id: str
@@ -71,6 +73,8 @@ class Artifact:
     payload_bytes: int
     prefix_tokens: int
     committed_at: float
+    used_at: float = 0.0
+    quarantined: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,7 @@ class SendResult:
         wire_bytes: everything that crossed for the artifact over all sends; 0 when it was already committed.
         reused: the artifact was made by an earlier send, and nothing was read again.
         account: what it cost the sender to make it.
+        fallback_reason: why the text was sent in place of the cache that was asked for; None when it was not.
     """
 
     artifact_id: str
@@ -104,6 +109,7 @@ class SendResult:
     wire_bytes: int
     reused: bool
     account: SenderAccount
+    fallback_reason: str | None = None
 
 
 class AskOptions(TypedDict, total=False):
@@ -113,3 +119,4 @@ class AskOptions(TypedDict, total=False):
     temperature: float
     top_p: float
     seed: int
+    fallback: bool

@@ -85,6 +85,7 @@ class Profile:
         layers: the cache of each layer.
         probe_error: largest relative error of the attach-time RoPE probe.
         unsupported: why this model's cache cannot be carried, or empty.
+        vocabulary: how many logits the model gives; token ids are below it.
     """
 
     model: Model
@@ -96,6 +97,7 @@ class Profile:
     context_length: int
     max_payload_bytes: int
     unsupported: str = ""
+    vocabulary: int = 2**32
 
     @property
     def dense_bytes_per_token(self) -> int:
@@ -143,6 +145,7 @@ def _reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:
             str(manifest.payload.length),
             f"at most {receiver.max_payload_bytes}",
         )
+    yield from _probe_reasons(manifest, receiver)
 
 
 def _differs(code: ReasonCode, name: str, artifact: object, receiver: object) -> Iterator[Reason]:
@@ -242,6 +245,17 @@ def _row_reasons(manifest: Manifest) -> Iterator[Reason]:
             yield from _differs(ReasonCode.LAYOUT_MISMATCH, f"layout[{index}].rows", layer.rows, tokens)
         elif layer.rows > tokens:
             yield Reason(ReasonCode.LAYOUT_MISMATCH, f"layout[{index}].rows", str(layer.rows), f"at most {tokens}")
+
+
+def _probe_reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:
+    if manifest.parity is None:
+        return
+    for name in ("suffix", "ids"):
+        highest = max(getattr(manifest.parity, name), default=0)
+        if highest >= receiver.vocabulary:
+            yield Reason(
+                ReasonCode.TOKENIZER_MISMATCH, f"parity.{name}", str(highest), f"vocabulary of {receiver.vocabulary}"
+            )
 
 
 def _encoding_reasons(manifest: Manifest) -> Iterator[Reason]:

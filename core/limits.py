@@ -23,6 +23,12 @@ MAX_PARTIALS = 500
 MAX_SECTIONS = 16_384
 MAX_DIMENSIONS = 8
 
+MAX_PROBE_TOKENS = 256
+"""Most tokens of a parity probe's suffix: a receiver runs them in one pass."""
+
+MAX_PROBE_OUTCOMES = 1024
+"""Most log-probabilities of a parity probe."""
+
 MAX_DOCUMENT_BYTES = 64 * MIB
 MAX_QUESTION_BYTES = 256 * KIB
 MAX_SPANS = 64

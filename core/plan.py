@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvferry.core import container, limits
+from kvferry.core import container, limits, probe
 from kvferry.core.digests import DIGEST_BYTES, digest
 from kvferry.core.errors import ContainerError, IntegrityError, ManifestError, TooLargeError
 from kvferry.core.manifest import DTYPE_BYTES, LayerLayout, Manifest, Payload, Section
@@ -72,7 +72,7 @@ class Plan:
 
 
 def make_plan(manifest: Manifest) -> Plan:
-    """Return the plan of a manifest whose sections, sizes, chunks and digests agree with each other and with its form.
+    """Return the plan of a manifest whose sections, sizes, chunks, digests and probe agree with each other and its form.
 
     Raises:
         ManifestError: naming what contradicts what.
@@ -155,6 +155,8 @@ def _check_form(manifest: Manifest) -> None:
     actual = tuple((section.name, section.dtype, section.shape) for section in manifest.sections)
     if actual != expected:
         _raise_first_difference(actual, expected)
+    if manifest.parity is not None:
+        probe.check(manifest.parity)
 
 
 def _check_section_sizes(sections: tuple[Section, ...]) -> None:

@@ -38,10 +38,9 @@ from kvferry.core.ownership import OWNER_FILE, Ownership, owner_record
 from kvferry.core.partial import MANIFEST_FILE, PAYLOAD_FILE, Partial
 from kvferry.core.plan import make_plan
 from kvferry.core.retention import Retention
-from kvferry.core.stored import RECORD_FILE, Record, Stored
+from kvferry.core.stored import REASON_FILE, RECORD_FILE, Record, Stored
 from kvferry.core.tokens import Token
 
-_REASON_FILE = "reason.txt"
 _KEPT = ("artifacts", "partial", "quarantine")
 _ID_NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
@@ -309,7 +308,7 @@ class ArtifactStore:
                 return
             # A full disk must not keep a damaged artifact visible.
             with contextlib.suppress(OSError):
-                write_atomic(source / _REASON_FILE, reason.encode("utf-8", "replace"))
+                write_atomic(source / REASON_FILE, reason.encode("utf-8", "replace"))
             try:
                 shutil.rmtree(target, ignore_errors=True)
                 source.rename(target)
@@ -319,7 +318,9 @@ class ArtifactStore:
 
     def quarantined(self) -> dict[bytes, str]:
         """Return what is in quarantine, with the reasons."""
-        return {artifact_id: self._reason(artifact_id) for artifact_id in self._ids("quarantine")}
+        return {
+            artifact_id: stored.reason(self._path("quarantine", artifact_id)) for artifact_id in self._ids("quarantine")
+        }
 
     def ids(self) -> list[bytes]:
         """Return the ids of all published artifacts, sorted."""
@@ -408,17 +409,12 @@ class ArtifactStore:
                 self.evictions += 1
 
     def _raise_if_quarantined(self, artifact_id: bytes) -> None:
-        if self._path("quarantine", artifact_id).exists():
-            reason = self._reason(artifact_id)
+        path = self._path("quarantine", artifact_id)
+        if path.exists():
+            reason = stored.reason(path)
             raise QuarantinedError(
                 f"artifact {artifact_id.hex()}: put aside: {reason}", artifact=artifact_id.hex(), reason=reason
             )
-
-    def _reason(self, artifact_id: bytes) -> str:
-        try:
-            return (self._path("quarantine", artifact_id) / _REASON_FILE).read_text("utf-8")
-        except (OSError, UnicodeDecodeError):
-            return "the reason was not recorded"
 
     def _failed(self, error: OSError) -> StoreError:
         return StoreError(f"store {self.root}: {error.strerror or error}", path=str(self.root))

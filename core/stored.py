@@ -17,6 +17,7 @@ from kvferry.core.payloads import FilePayload, Sections
 from kvferry.core.plan import Plan, make_plan
 
 RECORD_FILE = "record.json"
+REASON_FILE = "reason.txt"
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -106,6 +107,14 @@ def problem(path: Path, artifact_id: bytes) -> str:
         return str(error)
     expected = stored.manifest.payload.length
     return "" if length == expected else f"{PAYLOAD_FILE} has {length} bytes, the manifest says {expected}"
+
+
+def reason(path: Path) -> str:
+    """Return why an artifact was put aside."""
+    try:
+        return (path / REASON_FILE).read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return "the reason was not recorded"
 
 
 def size(path: Path) -> int:

@@ -218,6 +218,8 @@ def _attach(model: Any, config: dict[str, Any], identity: Model, tokenizer: Any,
         context_length=int(context or _DEFAULT_CONTEXT),
         max_payload_bytes=max_payload_bytes,
         unsupported=unsupported,
+        # Its shape is known before anything is computed.
+        vocabulary=int(model(mx.array([_SELF_TEST_IDS], dtype=mx.uint32)).shape[-1]),
     )
 
 

@@ -33,8 +33,14 @@ class Stream(Generic[Item, Result]):
             yield item
 
     async def aclose(self) -> None:
-        """Stop the work; its own cleanup runs on the worker. Safe to repeat."""
-        await asyncio.shield(self._submit(self._generator.close))
+        """Stop the work; its own cleanup runs on the worker, or here when that has ended. Safe to repeat."""
+        try:
+            closing = self._submit(self._generator.close)
+        except RuntimeError:
+            # The thread takes no more work, and it has left the generator.
+            self._generator.close()
+        else:
+            await asyncio.shield(closing)
 
     def _step(self) -> tuple[bool, Item | None]:
         try:

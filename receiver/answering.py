@@ -10,6 +10,7 @@ from typing import Any
 
 from kvferry.core.compat import judge, refusal
 from kvferry.core.digests import digest
+from kvferry.core.errors import ContainerError
 from kvferry.core.ledger import (
     Ledger,
     Lookups,
@@ -109,6 +110,11 @@ class Answerer:
         if held is not None:
             return replace(_kept(held, None), fallback_reason=reason)
         ids = reconstruct.prefix_ids(stored.manifest, stored.sections)
+        if max(ids) >= self._model.profile.vocabulary:
+            raise ContainerError(
+                f"section prefix.ids: token {max(ids)}, the vocabulary has {self._model.profile.vocabulary}",
+                field="prefix.ids",
+            )
         start = time.perf_counter()
         steps = self._model.prefill(ids)
         with contextlib.closing(steps):

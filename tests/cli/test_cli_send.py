@@ -68,6 +68,7 @@ def test_json_is_one_line_with_the_whole_report(kvferry: Run, daemons: Any, fake
         "wire_bytes": 1120,
         "reused": False,
         "account": fakes.ACCOUNT,
+        "fallback_reason": None,
     }
     assert shown.stderr == ""
 

@@ -36,6 +36,7 @@ ACCOUNT = {
     "method_ms": 0.5,
     "encode_ms": 0.25,
     "transfer_ms": 2.0,
+    "fallback_reason": None,
 }
 NODE = common_pb2.NodeDescription(
     role="receiver",
@@ -75,6 +76,7 @@ def ledger(artifact_id: bytes, **changes: Any) -> str:
             "total": 9.0,
         },
         "rows": {"min": 40, "mean": 40.0, "max": 40},
+        "parity": None,
         "resident_bytes": 9000,
         "finish_reason": "stop",
         "prompt_version": 1,

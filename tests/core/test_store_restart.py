@@ -115,10 +115,15 @@ def test_commit_reads_what_an_earlier_process_wrote_and_nothing_else(
         partial = store.partial(example.id)
         for chunk in {*range(12)} - {*earlier}:
             partial.put(chunk, example.chunks()[chunk])
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "pread", noted)
-            stored = store.commit(example.id, None)
+        damage(store, example, 7)
+        monkeypatch.setattr(os, "pread", noted)
+        with pytest.raises(IntegrityError, match=r"^chunk 7: "):
+            store.commit(example.id, None)
         assert offsets == [example.offset(chunk) for chunk in earlier]
+        # What was found whole is not read once more.
+        partial.put(7, example.chunks()[7])
+        stored = store.commit(example.id, None)
+        assert len(offsets) == len(earlier)
         example.check(stored)
 
 

@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import json
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -60,6 +61,7 @@ SECONDS = 60.0
 PAIR_MODEL: Mapping[str, Any] = {"heads": 6, "kv_heads": 3, "head_dim": 8, "layers": 3}
 PAIR_CHUNK = 32
 TEXT_PIECE = 50_000
+OUR_FRAME = re.compile(r'File "[^"]*kvferry/')
 
 
 @dataclass
@@ -118,7 +120,8 @@ def ending() -> Iterator[list[Process]]:
             one.end(signal.SIGKILL)
             logs.append(one.logged())
             one.log.close()
-    assert not [log for log in logs if "Traceback" in log]
+    # gRPC logs a traceback of its own for a call that the end of a daemon cuts off; none may pass through our code.
+    assert not [log for log in logs if OUR_FRAME.search(log)]
 
 
 @pytest.fixture

@@ -236,3 +236,16 @@ async def test_close_waits_for_the_step_in_flight_and_drops_the_rest() -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await queued
     assert queued.cancelled()
+
+
+async def test_closing_a_stream_after_the_worker_still_runs_its_cleanup() -> None:
+    worker = Worker()
+    job = Job("a", [])
+    stream = worker.stream(job.run())
+    async for _ in stream:
+        break
+    worker.close()
+    await stream.aclose()
+    await stream.aclose()
+    assert job.cleaned_on is threading.current_thread()
+    assert job.log == ["a"]
