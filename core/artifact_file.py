@@ -5,6 +5,7 @@ magic, two lengths, manifest, account, digest of all that, payload
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import struct
@@ -132,9 +133,9 @@ def write(
         ContainerError: when a chunk is not as the manifest says; nothing is left behind.
         StoreError: when a chunk cannot be read or the disk refuses; likewise.
     """
-    _check_absent(path, overwrite=overwrite)
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    aside = path.with_name(f".kvferry-{secrets.token_hex(8)}")
     try:
+        _check_absent(path, overwrite=overwrite)
         with aside.open("xb") as file:
             file.write(_head(artifact.encoded, account))
             _write_payload(artifact, file, progress)
@@ -147,7 +148,8 @@ def write(
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror}", path=str(path)) from error
     finally:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink()
     return size
 
 

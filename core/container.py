@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 import numpy as np
 import zstandard
 
-from kvferry.core.digests import digest
+from kvferry.core.digests import DIGEST_BYTES, digest
 from kvferry.core.errors import ContainerError, IntegrityError
 from kvferry.core.manifest import DTYPE_BYTES, Decoded, Dtype, Payload, Section
 
@@ -153,6 +153,18 @@ def write_payload(
             )
         )
     return tuple(sections), Payload(length, digest(joined), chunk_size, bytes(joined))
+
+
+def outline(contents: Iterable[Content], chunk_size: int) -> tuple[tuple[Section, ...], Payload]:
+    """Return what ``write_payload`` would, with zeros for digests: every size is right before a byte is hashed."""
+    listed = tuple(contents)
+    lengths = [len(header(listed)), *(content.length for content in listed)]
+    chunks = sum(-(-length // chunk_size) for length in lengths)
+    sections = tuple(
+        Section(item.name, item.dtype, item.shape, item.encoding, item.length, bytes(DIGEST_BYTES), item.decoded)
+        for item in listed
+    )
+    return sections, Payload(sum(lengths), bytes(DIGEST_BYTES), chunk_size, bytes(chunks * DIGEST_BYTES))
 
 
 def chunk_digests(data: bytes | memoryview, chunk_size: int) -> bytes:

@@ -22,6 +22,7 @@ MAX_PARTIALS = 500
 
 MAX_SECTIONS = 16_384
 MAX_DIMENSIONS = 8
+MAX_PARAMETERS = 256
 
 MAX_PROBE_TOKENS = 256
 """Most tokens of a parity probe's suffix: a receiver runs them in one pass."""

@@ -8,9 +8,8 @@ BLAKE3 digest of that string is the artifact's id. ``docs/manifest.md`` specifie
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgpack
 import msgspec
@@ -21,6 +20,7 @@ from kvferry.core.digests import DIGEST_BYTES, digest
 from kvferry.core.errors import ManifestError, TooLargeError
 
 MANIFEST_VERSION = 1
+_MAX_VERSION_SHOWN = 64
 
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -30,6 +30,9 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 Form = Literal["text", "evidence", "references", "kv"]
 Dtype = Literal["U8", "I32", "U32", "F16", "BF16", "F32"]
 Scalar = int | float | str | bool | None
+Item = TypeVar("Item")
+# Of whatever else there are more, a limit of its own is checked elsewhere; this one bounds what a reader builds.
+Many = Annotated[tuple[Item, ...], Meta(max_length=limits.MAX_SECTIONS)]
 
 DTYPE_BYTES: dict[str, int] = {"U8": 1, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "F32": 4}
 
@@ -106,7 +109,7 @@ class Rope(_Group, frozen=True):
 class Positions(_Group, frozen=True):
     """Rotation per layer, and the largest relative error that the attach-time probe saw."""
 
-    rope: Annotated[tuple[Rope, ...], Meta(min_length=1)]
+    rope: Annotated[tuple[Rope, ...], Meta(min_length=1, max_length=limits.MAX_SECTIONS)]
     probe_error: Annotated[float, Meta(ge=0)]
 
 
@@ -134,9 +137,9 @@ class Method(_Group, frozen=True):
     label: Literal["official", "faithful", "adapted", "inspired", "custom"]
     aware: bool
     consume: Literal["inject", "prefill", "prefill_once"]
-    params: dict[str, Scalar]
+    params: Annotated[dict[str, Scalar], Meta(max_length=limits.MAX_PARAMETERS)]
     seed: Count | None
-    calibration: tuple[Digest, ...]
+    calibration: Many[Digest]
 
 
 class Mapper(_Group, frozen=True):
@@ -194,9 +197,9 @@ class Parity(_Group, frozen=True):
     the same back end.
     """
 
-    suffix: tuple[TokenId, ...]
-    ids: tuple[TokenId, ...]
-    log_probabilities: tuple[float, ...]
+    suffix: Many[TokenId]
+    ids: Many[TokenId]
+    log_probabilities: Many[float]
     bound: Annotated[float, Meta(ge=0)]
 
 
@@ -220,14 +223,20 @@ class Manifest(_Group, frozen=True):
     prompt: Prompt
     prefix: Prefix | None
     positions: Positions | None
-    layout: tuple[LayerLayout, ...] | None
+    layout: Many[LayerLayout] | None
     method: Method
     mapper: Mapper | None
     encoding: Encoding
-    sections: Annotated[tuple[Section, ...], Meta(max_length=limits.MAX_SECTIONS)]
+    sections: Many[Section]
     payload: Payload
     parity: Parity | None
     runtime: Runtime
+
+
+class _Versioned(msgspec.Struct):
+    """The one key that is read before the rest is trusted to be what this version says."""
+
+    version: msgspec.Raw = msgspec.Raw(b"\xc0")
 
 
 _KV_GROUPS = ("model", "tokenizer", "prefix", "positions", "layout", "parity")
@@ -265,11 +274,12 @@ def decode(data: bytes) -> Manifest:
     """
     _check_size(data)
     try:
-        plain = msgpack.unpackb(data, raw=False, strict_map_key=True, timestamp=0)
-    except (ValueError, msgpack.exceptions.UnpackException, TypeError, RecursionError) as error:
-        raise ManifestError(f"manifest: not MessagePack ({str(error) or type(error).__name__})") from error
-    _check_version(plain)
-    manifest = _convert(plain)
+        _check_version(msgspec.msgpack.decode(data, type=_Versioned).version)
+        # Straight into the schema: as plain objects, a stranger's two megabytes would take more than a hundred.
+        manifest = msgspec.msgpack.decode(data, type=Manifest)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ManifestError(f"manifest: {error}") from error
+    _check_numbers(manifest)
     _check_groups(manifest)
     if encode(manifest) != data:
         raise ManifestError("manifest: not in canonical form (key order, number width, or a repeated key)")
@@ -294,8 +304,7 @@ def _convert(plain: Any) -> Manifest:
         manifest = msgspec.convert(plain, Manifest, strict=True, builtin_types=(bytes,))
     except (msgspec.ValidationError, OverflowError, RecursionError) as error:
         raise ManifestError(f"manifest: {error}") from error
-    # After the schema, which bounds the depth: a stranger's nesting must not reach a recursive walk.
-    _check_numbers(msgspec.to_builtins(manifest, builtin_types=(bytes,)))
+    _check_numbers(manifest)
     return manifest
 
 
@@ -318,12 +327,11 @@ def _check_size(data: bytes) -> None:
         )
 
 
-def _check_version(plain: Any) -> None:
-    if not isinstance(plain, dict):
-        raise ManifestError(f"manifest: expected a map, got {type(plain).__name__}")
-    version = plain.get("version")
-    if version != MANIFEST_VERSION or isinstance(version, bool):
-        shown = reprlib.repr(version)
+def _check_version(version: msgspec.Raw) -> None:
+    data = bytes(version)
+    value = msgspec.msgpack.decode(data) if len(data) <= _MAX_VERSION_SHOWN else f"{len(data)} bytes"
+    if value != MANIFEST_VERSION or isinstance(value, bool):
+        shown = repr(value)
         raise ManifestError(
             f"version: this kvferry reads manifest version {MANIFEST_VERSION}, the artifact has {shown}",
             field="version",
@@ -343,8 +351,8 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _check_numbers(plain: Any) -> None:
-    for path, value in _leaves(plain, ""):
+def _check_numbers(manifest: Manifest) -> None:
+    for path, value in _leaves(msgspec.to_builtins(manifest, builtin_types=(bytes,)), ""):
         if isinstance(value, float) and not math.isfinite(value):
             raise ManifestError(f"{path}: {value} is not a finite number", field=path, value=str(value))
 

@@ -129,9 +129,19 @@ class Partial:
             try:
                 self._verify_unseen()
                 if self._durable:
-                    os.fsync(self._payload)
+                    self._sync()
             except OSError as error:
                 raise StoreError(f"payload: {error.strerror}") from error
+
+    def _sync(self) -> None:
+        try:
+            os.fsync(self._payload)
+        except OSError:
+            # The system may have dropped what it could not write, and would say so only once: nothing counts as here.
+            self._seen.clear()
+            self._present = bytearray(len(self._present))
+            os.pwrite(self._journal, bytes(self._present), 0)
+            raise
 
     def close(self) -> None:
         """Release the files. Later calls raise StoreError."""

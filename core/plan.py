@@ -72,7 +72,7 @@ class Plan:
 
 
 def make_plan(manifest: Manifest) -> Plan:
-    """Return the plan of a manifest whose sections, sizes, chunks, digests and probe agree with each other and its form.
+    """Return the plan of a manifest that agrees with itself: sections, sizes, chunks, digests, form and probe.
 
     Raises:
         ManifestError: naming what contradicts what.

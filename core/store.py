@@ -120,14 +120,18 @@ class ArtifactStore:
         Args:
             contents: the payload's sections in order.
             chunk_size: bytes a chunk.
-            describe: makes the manifest once the digests of sections and payload are known.
+            describe: makes the manifest once the digests of sections and payload are known. Called twice, and for the
+                same sizes its manifest has the same size.
 
         Raises:
+            TooLargeError: when the artifact does not fit the budget; nothing is evicted then.
             StoreError: when the disk refuses; nothing is published then.
         """
         listed = tuple(contents)
+        outline = container.outline(listed, chunk_size)
+        size = len(manifest.encode(describe(*outline))) + outline[1].length
         with self._lock:
-            self._make_room(sum(content.length for content in listed))
+            self._make_room(size)
         aside = self.root / "aside" / secrets.token_hex(8)
         try:
             aside.mkdir()
@@ -135,14 +139,16 @@ class ArtifactStore:
                 sections, payload = container.write_payload(listed, file.write, chunk_size)
                 file.flush()
                 os.fsync(file.fileno())
-            encoded = manifest.encode(describe(sections, payload))
+            described = describe(sections, payload)
+            make_plan(described)
+            encoded = manifest.encode(described)
             artifact_id = manifest.artifact_id(encoded)
             write_atomic(aside / MANIFEST_FILE, encoded)
             _write_record(aside, Record(time.time(), 0.0, None, None))
             with self._lock:
-                # Header and manifest take room too, and somebody else may have used what was made above.
+                # Somebody else may have used the room meanwhile.
                 if not self._path("artifacts", artifact_id).exists():
-                    self._make_room(len(encoded) + payload.length)
+                    self._make_room(size)
                 return self._publish(aside, artifact_id)
         except OSError as error:
             raise self._failed(error) from error

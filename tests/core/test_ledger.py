@@ -106,12 +106,16 @@ def test_only_what_may_be_absent_may_be_null() -> None:
 
 def test_an_account_from_the_wire_is_strict() -> None:
     plain = json.loads(ledger.to_json(ACCOUNT))
-    for name in plain:
+    for name in plain.keys() - {"fallback_reason"}:
         with pytest.raises(msgspec.ValidationError, match=name):
             ledger.account_from_json(edited(plain, (name,)))
         for wrong in (None, "1", [1], {}, True):
             with pytest.raises(msgspec.ValidationError, match=name):
                 ledger.account_from_json(edited(plain, (name,), wrong))
+    for wrong in (1, [1], {}, True):
+        with pytest.raises(msgspec.ValidationError, match="fallback_reason"):
+            ledger.account_from_json(edited(plain, ("fallback_reason",), wrong))
+    assert ledger.account_from_json(edited(plain, ("fallback_reason",))).fallback_reason is None
     with pytest.raises(msgspec.ValidationError, match="surplus"):
         ledger.account_from_json(json.dumps(plain | {"surplus": 1}))
 

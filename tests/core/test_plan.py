@@ -50,14 +50,14 @@ def check_table(example: Any) -> None:
 # Tables
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 64, 1000])
+@pytest.mark.parametrize("size", [1, 2, 7, 200])
 def test_sections_of_every_size_around_the_chunk_size_are_cut(text_example: Callable[..., Any], size: int) -> None:
     around = sorted({0, 1, size - 1, size, size + 1, 2 * size, 3 * size - 1, 3 * size, 3 * size + 1})
     for system, text in itertools.product(around, around):
         check_table(text_example(text=b"t" * text, system=b"s" * system, chunk_size=size))
 
 
-@pytest.mark.parametrize("size", [1, 96, 160, 161, 192, 768, 1024, 1536, 2559, 2560, 2561, 8000, 2**20])
+@pytest.mark.parametrize("size", [5, 96, 160, 161, 192, 768, 1024, 1536, 2559, 2560, 2561, 8000, 2**20])
 def test_tensors_are_cut(kv_example: Callable[..., Any], size: int) -> None:
     """160, 192, 768, 1536 and 2560 are the sections' own lengths."""
     example = kv_example(chunk_size=size)

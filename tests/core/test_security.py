@@ -12,6 +12,7 @@ from kvferry.core import authority, config, security
 from kvferry.core.addresses import Address, parse
 from kvferry.core.config import NodeConfig, ReceiverConfig, SenderConfig
 from kvferry.core.errors import ConfigError
+from kvferry.core.tls import PeerSecurity
 
 SECRET = "kvf_a-secret-of-the-sender"  # noqa: S105
 EVERYWHERE = "0.0.0.0:7412"
@@ -137,11 +138,11 @@ def sender(folder: Path, *names: str, **options: Any) -> SenderConfig:
 class TestPeers:
     """The sender's own token, towards the receiver that a request names and the one that it is configured with."""
 
-    def reached(self, loaded: SenderConfig, peer: str) -> security.PeerSecurity:
+    def reached(self, loaded: SenderConfig, peer: str) -> PeerSecurity:
         return security.for_peer(loaded, parse(peer, "receiver"), parse(loaded.receiver, "receiver"))
 
     def test_nothing_configured_is_nothing_shown(self, folder: Path) -> None:
-        assert self.reached(sender(folder), "127.0.0.1:7412") == security.PeerSecurity()
+        assert self.reached(sender(folder), "127.0.0.1:7412") == PeerSecurity()
 
     def test_with_an_authority_whoever_it_vouches_for_gets_the_token(self, folder: Path) -> None:
         loaded = sender(folder, "authority", "token_file", "certificate", "key")

@@ -110,8 +110,9 @@ def check_all_or_nothing(store: ArtifactStore, example: Any) -> bool:
 
 
 @pytest.mark.parametrize("action", [make, receive, receive_again, receive_and_drop, begin_and_drop])
-def test_a_crash_at_any_step(disk: Disk, tmp_path: Path, kv_example: Callable[..., Any], action: Any) -> None:
-    example = kv_example(chunk_size=4096)
+def test_a_crash_at_any_step(disk: Disk, tmp_path: Path, text_example: Callable[..., Any], action: Any) -> None:
+    example = text_example()
+    assert len(example.chunks()) == 5
     outcomes = []
     for step in range(MOST_STEPS):
         root = tmp_path / str(step)

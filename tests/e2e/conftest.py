@@ -3,6 +3,7 @@
 ============  ========================================================================================================
 process       factory of daemons as processes of their own, through the command line; ended with the test
 pair          a sender and a receiver as processes, shared by all tests of a run: leave them as they are
+running_pair  the same with another model, as a context manager
 here          factory of daemons in this process, on an event loop of their own: quick to start, and can be watched
 peers         factory of drivers: what a client says on the wire, and what it gets, in our own errors
 artifact      factory of artifacts that no receiver has seen
@@ -147,15 +148,30 @@ class Pair:
 
 
 @pytest.fixture(scope="session")
-def pair(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Callable[..., Path]) -> Iterator[Pair]:
+def running_pair() -> Callable[..., contextlib.AbstractContextManager[Pair]]:
+    """Return a context manager: a sender and a receiver as processes, for tests that share them."""
+
+    @contextlib.contextmanager
+    def run(model: Path, folder: Path, *, chunk_bytes: int = 2**20, **options: object) -> Iterator[Pair]:
+        with ending() as started:
+            started.append(start_process("receiver", model, folder / "receiver", **options))
+            own = {"receiver": started[0].address, "chunk_bytes": chunk_bytes}
+            started.append(start_process("sender", model, folder / "sender", **own, **options))
+            yield Pair(started[1].address, started[0].address, model, folder)
+            assert [one.end() for one in started] == [0, 0]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def pair(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_model_dir: Callable[..., Path],
+    running_pair: Callable[..., contextlib.AbstractContextManager[Pair]],
+) -> Iterator[Pair]:
     folder, model = tmp_path_factory.mktemp("pair"), tiny_model_dir(**PAIR_MODEL)
-    with ending() as started:
-        started.append(start_process("receiver", model, folder / "receiver", prefill_chunk=PAIR_CHUNK))
-        receiver = started[0].address
-        options = {"receiver": receiver, "prefill_chunk": PAIR_CHUNK, "chunk_bytes": 4096}
-        started.append(start_process("sender", model, folder / "sender", **options))
-        yield Pair(started[1].address, receiver, model, folder)
-        assert [one.end() for one in started] == [0, 0]
+    with running_pair(model, folder, chunk_bytes=4096, prefill_chunk=PAIR_CHUNK) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

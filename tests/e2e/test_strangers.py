@@ -53,6 +53,9 @@ pytestmark = pytest.mark.slow
 SECONDS = 20.0
 DOCUMENT = "The access code of the north warehouse is 4417. The keys are with Ada Lindqvist. "
 NAMES = ("studio", "ferry", "crowd", "old")
+ACCOUNT = (
+    '{"prefill_tokens": %d, "dense_bf16_bytes": 1, "prefill_ms": %s, "method_ms": 0, "encode_ms": 0, "transfer_ms": 0}'
+)
 TRAVERSAL = "../../../../../../etc/passwd"
 REFUSED = "refused"
 HANDSHAKE = "Handshake failed"
@@ -438,7 +441,17 @@ class TestSizes:
 
     @pytest.mark.parametrize(
         "account",
-        ["[" * 100_000, '{"a":' * 100_000, '{"prefill_tokens": ' + "9" * 100_000 + "}", "\x00", "x" * 2_000_000],
+        [
+            "[" * 100_000,
+            '{"a":' * 100_000,
+            '{"prefill_tokens": ' + "9" * 100_000 + "}",
+            "\x00",
+            "x" * 2_000_000,
+            ACCOUNT % (-1, "1.0"),
+            ACCOUNT % (10**30, "1.0"),
+            ACCOUNT % (1, "-1.0"),
+            ACCOUNT % (1, "1e308"),
+        ],
     )
     def test_an_account_that_is_none(self, house: House, account: str) -> None:
         with house.client() as client, house.receiving() as stub:
