@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
+PIPE_COLUMNS = 160
+
 json_option = click.option("--json", "as_json", is_flag=True, help="End with one line of JSON.")
 
 
@@ -62,10 +64,10 @@ def table(rows: list[tuple[str, ...]]) -> str:
 
 
 def console() -> Console:
-    """Return a rich console on standard output; in a pipe it writes plain text."""
+    """Return a rich console on standard output; in a pipe it writes plain text, wide enough for a table."""
     from rich.console import Console
 
-    return Console()
+    return Console(width=None if is_terminal() else PIPE_COLUMNS)
 
 
 @contextlib.contextmanager

@@ -268,6 +268,21 @@ class ArtifactStore:
             self._raise_if_quarantined(artifact_id)
             raise
 
+    def holds(self, artifact_id: bytes) -> bool:
+        """Whether an artifact is published. One that can be seen to be damaged is put aside, and is not.
+
+        Raises:
+            StoreError: when its files cannot be read now, or the disk refuses.
+        """
+        self.sweep()
+        path = self._path("artifacts", artifact_id)
+        if not path.exists():
+            return False
+        problem = stored.problem(path, artifact_id)
+        if problem:
+            self.quarantine(artifact_id, problem)
+        return not problem
+
     def get_quarantined(self, artifact_id: bytes) -> Stored:
         """Return an artifact from quarantine, for what is still whole in it.
 
@@ -370,7 +385,7 @@ class ArtifactStore:
     def _publish(self, path: Path, artifact_id: bytes) -> Stored:
         with self._lock:
             target = self._path("artifacts", artifact_id)
-            if target.exists():
+            if self.holds(artifact_id):
                 shutil.rmtree(path)
             else:
                 path.rename(target)
@@ -385,7 +400,10 @@ class ArtifactStore:
         shutil.rmtree(self.root / "aside")
         (self.root / "aside").mkdir()
         for artifact_id in self._ids("artifacts"):
-            problem = stored.problem(self._path("artifacts", artifact_id), artifact_id)
+            try:
+                problem = stored.problem(self._path("artifacts", artifact_id), artifact_id)
+            except StoreError as error:
+                problem = error.message
             if problem:
                 self.quarantine(artifact_id, f"found damaged at start: {problem}")
             else:

@@ -96,15 +96,23 @@ def check_identity(artifact_id: bytes, encoded: bytes) -> None:
 
 
 def problem(path: Path, artifact_id: bytes) -> str:
-    """Return what can be seen to be wrong with an artifact without reading its payload, "" for nothing."""
+    """Return what can be seen to be wrong with an artifact without reading its payload, "" for nothing.
+
+    Raises:
+        StoreError: when its files are there and cannot be read now, which says nothing about them.
+    """
     for name in (MANIFEST_FILE, RECORD_FILE, PAYLOAD_FILE):
         if not (path / name).is_file():
             return f"{name} is missing"
     try:
         stored = read(path, artifact_id)
         length = stored.payload_path.stat().st_size
-    except (KvferryError, OSError) as error:
-        return str(error)
+    except KvferryError as error:
+        if isinstance(error.__cause__, OSError) and not isinstance(error, NotFoundError):
+            raise
+        return error.message
+    except FileNotFoundError:
+        return f"{PAYLOAD_FILE} is missing"
     expected = stored.manifest.payload.length
     return "" if length == expected else f"{PAYLOAD_FILE} has {length} bytes, the manifest says {expected}"
 

@@ -10,10 +10,7 @@ from kvferry.core import manifest
 from kvferry.core.compat import Profile, Verdict, judge
 from kvferry.core.errors import (
     ContainerError,
-    IntegrityError,
     InvalidRequestError,
-    NotFoundError,
-    QuarantinedError,
 )
 from kvferry.core.ledger import SenderAccount, account_from_json
 from kvferry.core.metrics import ReceiverMetrics
@@ -64,7 +61,7 @@ class Intake:
         verdict = judge(decoded, self._profile)
         if not verdict.accepted:
             return Judgement(artifact_id, verdict, (), committed=False)
-        if self._is_committed(artifact_id):
+        if self._store.holds(artifact_id):
             return Judgement(artifact_id, verdict, (), committed=True)
         partial = self._store.begin(encoded, owner)
         return Judgement(artifact_id, verdict, tuple(partial.missing()), committed=False)
@@ -106,7 +103,7 @@ class Intake:
             TransferError: when chunks are missing.
             IntegrityError: when a digest differs.
         """
-        if self._is_committed(artifact_id):
+        if self._store.holds(artifact_id):
             return self._store.get(artifact_id)
         account = _parse_account(account_json)
         self.charge(artifact_id, 0, control)
@@ -117,17 +114,6 @@ class Intake:
             raise
         self._metrics.committed(stored)
         return stored
-
-    def _is_committed(self, artifact_id: bytes) -> bool:
-        try:
-            self._store.get(artifact_id)
-        except (NotFoundError, QuarantinedError):
-            # What was put aside is taken in anew.
-            return False
-        except IntegrityError as error:
-            self._store.quarantine(artifact_id, error.message)
-            return False
-        return True
 
 
 def _parse_account(text: str) -> SenderAccount:

@@ -7,8 +7,10 @@ import contextlib
 from collections.abc import Generator
 from weakref import WeakValueDictionary
 
+from kvferry.core import stored as stored_files
 from kvferry.core.errors import (
     ContainerError,
+    IntegrityError,
     KvferryError,
     ParityError,
     QuarantinedError,
@@ -68,9 +70,12 @@ class Preparer:
         async with turn:
             try:
                 return stored, await self._run(self._answerer.prepare(stored))
-            except StoreError:
+            except StoreError as error:
                 # Another question may have found damage and put the files aside under our hands: then say that.
                 await asyncio.to_thread(self._store.get, artifact_id)
+                problem = await asyncio.to_thread(stored_files.problem, stored.path, artifact_id)
+                if problem:
+                    raise IntegrityError(problem) from error
                 raise
 
     async def _put_aside(self, artifact_id: bytes, error: KvferryError) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -122,8 +123,8 @@ class SenderServicer(pb_grpc.SenderServiceServicer):
             raise InvalidRequestError(f"question: method {method.info.id} needs the question", field="question")
         await asyncio.to_thread(parts.documents.keep, text.encode("utf-8"))
         system = start.system if start.HasField("system") else DEFAULT_SYSTEM
-        reading = Reading(parts.model, parts.residency, text, system, start.question or None)
-        send = _Send(reading, receiver, reached)
+        reading = partial(Reading, parts.model, parts.residency, text, system, start.question or None)
+        send = _Send(reading(), receiver, reached)
         try:
             async with contextlib.aclosing(self._carry(send, method, parameters)) as steps:
                 async for progress in steps:
@@ -133,6 +134,8 @@ class SenderServicer(pb_grpc.SenderServiceServicer):
                 raise
             self._log.warning("fallback", method=method.info.id, receiver=str(receiver), reason=error.message)
             send.replaces, send.fallback_reason = method.info.id, error.message
+            # What the refused cache cost is not the text's.
+            send.reading = reading()
             async with contextlib.aclosing(self._carry(send, FALLBACK_METHOD, NoParameters())) as steps:
                 async for progress in steps:
                     yield progress

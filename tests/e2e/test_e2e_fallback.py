@@ -1,9 +1,13 @@
-"""What happens when a cache cannot be used: refused, damaged on disk, put aside. Asked for, the text or the ids are read
-instead and every account says so; unasked, there is a typed error and never a silent substitute."""
+"""What happens when a cache cannot be used: refused, damaged on disk, put aside.
+
+Allowed to, the daemons read the text or the ids instead, and every account says so. Otherwise there is a typed error.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +86,6 @@ def flip(path: Path, at: int) -> None:
 
 def section_start(path: Path, name: str) -> int:
     """Where a section of a safetensors file begins."""
-    import json
-
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     start: int = json.loads(data[8 : 8 + length])[name]["data_offsets"][0]
@@ -220,13 +222,33 @@ def test_a_damaged_text_has_nothing_to_fall_back_to(ferry: Callable[..., Ferry],
         report.ask(QUESTION, fallback=True)
 
 
-def test_a_payload_that_is_gone_is_no_damage_that_anything_can_be_read_from(ferry: Callable[..., Ferry]) -> None:
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_a_payload_cut_short_under_a_running_daemon_is_mended_by_another_send(
+    ferry: Callable[..., Ferry], *, asked_first: bool
+) -> None:
     pair = ferry()
     report = pair.client.send(text=DOCUMENT, method="B1")
     os.truncate(pair.payload(report), 0)
-    with pytest.raises(Exception, match="cut short") as caught:
-        report.ask(QUESTION, fallback=True)
-    assert type(caught.value).__name__ == "StoreError"
+    if asked_first:
+        with pytest.raises(IntegrityError, match=r"payload\.safetensors has 0 bytes"):
+            report.ask(QUESTION)
+        assert "payload.safetensors has 0 bytes" in str(pair.held()[report.artifact_id])
+    assert pair.client.send(text=DOCUMENT, method="B1").moved_bytes == report.payload_bytes
+    assert report.ask(QUESTION, max_tokens=2).ledger.fallback is None
+
+
+@pytest.mark.parametrize("name", ["manifest.msgpack", "record.json", "payload.safetensors"])
+def test_a_file_that_is_gone_under_a_running_daemon_is_mended_by_another_send(
+    ferry: Callable[..., Ferry], name: str
+) -> None:
+    pair = ferry()
+    report = pair.client.send(text=DOCUMENT, method="B1")
+    pair.payload(report).with_name(name).unlink()
+    with pytest.raises((NotFoundError, IntegrityError)):
+        report.ask(QUESTION)
+    assert pair.client.send(text=DOCUMENT, method="B1").moved_bytes == report.payload_bytes
+    assert pair.held() == {report.artifact_id: None}
+    assert report.ask(QUESTION, max_tokens=2).ledger.fallback is None
 
 
 @pytest.mark.parametrize("method", ["B1", "A1"])
@@ -246,8 +268,6 @@ def test_many_questions_find_the_same_damage_at_once(
             outcomes.append((stream, stream.finish()))
         except (IntegrityError, QuarantinedError) as error:
             outcomes.append((stream, error))
-
-    import threading
 
     threads = [threading.Thread(target=finish, args=(stream,)) for stream in streams]
     for thread in threads:

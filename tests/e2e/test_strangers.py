@@ -23,8 +23,10 @@ from typing import Any
 
 import grpc
 import pytest
+from click.testing import CliRunner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvferry.cli.main import main
 from kvferry.client import Client
 from kvferry.core import addresses, authority, channel, limits, rpc, tokens
 from kvferry.core.digests import digest
@@ -243,6 +245,33 @@ def test_friends_carry_a_document_and_ask(house: House) -> None:
     assert record["owner"] == "ferry"
     assert '"token": "ferry"' in house.receiver.log.read_text()
     assert '"token": "studio"' in house.sender.log.read_text()
+
+
+def test_friends_may_use_the_command_line(house: House) -> None:
+    house.path("studio.token").write_text(house.secrets["studio"])
+    files = {
+        "AUTHORITY": "authority.pem",
+        "CERTIFICATE": "laptop.pem",
+        "KEY": "laptop.key",
+        "TOKEN_FILE": "studio.token",
+    }
+    environment = {f"KVFERRY_{name}": str(house.path(file)) for name, file in files.items()}
+    places = ["--sender", str(house.sender.address), "--receiver", str(house.receiver.address)]
+    sent = CliRunner().invoke(main, ["send", "-", *places, "--json"], input=f"6 {DOCUMENT}", env=environment)
+    assert sent.exit_code == 0, sent.output
+    artifact = json.loads(sent.stdout)["artifact_id"]
+    options = [
+        word for name, file in files.items() for word in (f"--{name.lower().replace('_', '-')}", str(house.path(file)))
+    ]
+    asked = CliRunner().invoke(main, ["ask", artifact, "Which code?", "--max-tokens", "2", *places[2:], *options])
+    assert asked.exit_code == 0, asked.output
+    refused = CliRunner().invoke(main, ["ask", artifact, "Which code?", *places[2:], *options[:-2]])
+    assert refused.exit_code == 1
+    assert "shows none" in refused.stderr
+    environment["KVFERRY_TOKEN_FILE"] = str(house.path("nowhere"))
+    missing = CliRunner().invoke(main, ["ask", artifact, "Which code?", *places[2:]], env=environment)
+    assert missing.exit_code == 2
+    assert "nowhere: No such file" in missing.stderr
 
 
 class TestCertificates:

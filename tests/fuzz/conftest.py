@@ -30,15 +30,17 @@ QUIET = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too
 
 
 class Budget:
-    """Measures what a piece of work holds at its peak beyond what was there before."""
+    """Measures what a piece of work holds at its peak."""
 
     @contextmanager
     def at_most(self, cap: int) -> Iterator[None]:
         """Fail when the block's peak of Python memory, output of decompression included, is above ``cap`` bytes."""
-        tracemalloc.reset_peak()
-        before = tracemalloc.get_traced_memory()[0]
-        yield
-        peak = tracemalloc.get_traced_memory()[1] - before
+        tracemalloc.start()
+        try:
+            yield
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
         assert peak <= cap, f"{peak} bytes at the peak, the cap is {cap}"
 
 
@@ -51,7 +53,7 @@ Fuzz = Callable[..., None]
         pytest.param(LONG, id="long", marks=[pytest.mark.fuzz, pytest.mark.timeout(3600)]),
     ]
 )
-def fuzz(request: pytest.FixtureRequest) -> Iterator[Fuzz]:
+def fuzz(request: pytest.FixtureRequest) -> Fuzz:
     """Return a function: ``fuzz(check, name=strategy, …)`` calls ``check(budget, name=value, …)`` many times."""
     budget, short = Budget(), request.param == SHORT
 
@@ -70,9 +72,7 @@ def fuzz(request: pytest.FixtureRequest) -> Iterator[Fuzz]:
 
         (one if short else seed(SEED)(one))()
 
-    tracemalloc.start()
-    yield run
-    tracemalloc.stop()
+    return run
 
 
 def load(path: Path, name: str) -> ModuleType:
