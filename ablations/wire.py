@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -27,15 +27,15 @@ import numpy as np
 from kvferry.ablations import synthetic
 from kvferry.core import channel
 from kvferry.core.addresses import Address
+from kvferry.core.admission import Admission
 from kvferry.core.limits import DEFAULT_CHUNK_BYTES
 from kvferry.core.metrics import ReceiverMetrics, SenderMetrics
 from kvferry.core.store import ArtifactStore
 from kvferry.core.stored import Stored
-from kvferry.proto.v1 import receiver_service_pb2_grpc as pb_grpc
+from kvferry.receiver import intake_service
 from kvferry.receiver.intake import Intake
 from kvferry.receiver.intake_service import IntakeServicer
 from kvferry.receiver.tcp_worker import TcpWorker
-from kvferry.sender import tcp_transfer
 from kvferry.sender.transfer import Transfer
 
 TRANSPORTS = ("raw", "grpc", "tcp")
@@ -147,10 +147,8 @@ def _deliver(name: str, artifact: Stored, port: int, report: Connection) -> None
     start = time.perf_counter()
     if name == "raw":
         _deliver_raw(artifact, address)
-    elif name == "tcp":
-        tcp_transfer.deliver(artifact, synthetic.ACCOUNT, address, _SECONDS)
     else:
-        asyncio.run(_deliver_grpc(artifact, address))
+        asyncio.run(_deliver_artifact(artifact, replace(address, tcp=name == "tcp")))
     report.send((time.perf_counter() - start, _peak_mb() - before))
 
 
@@ -167,7 +165,7 @@ def _deliver_raw(artifact: Stored, address: Address) -> None:
         endpoint.recv(1)
 
 
-async def _deliver_grpc(artifact: Stored, address: Address) -> None:
+async def _deliver_artifact(artifact: Stored, address: Address) -> None:
     transfer = Transfer(artifact, synthetic.ACCOUNT, address, _SECONDS, SenderMetrics("synthetic", synthetic.VERSIONS))
     async with contextlib.aclosing(transfer.run()) as steps:
         async for _ in steps:
@@ -183,7 +181,7 @@ def _serve(name: str, root: Path, length: int, durable: bool, control: Connectio
     metrics = ReceiverMetrics("synthetic", synthetic.VERSIONS)
     intake = Intake(store, synthetic.profile(), metrics)
     if name == "tcp":
-        worker = TcpWorker(_LOOPBACK, intake)
+        worker = TcpWorker(_LOOPBACK, intake, metrics, Admission(None, max_calls=1))
         _report(worker.address.port, control)
         worker.close()
     else:
@@ -201,7 +199,7 @@ def _report(port: int, control: Connection) -> None:
 async def _serve_grpc(intake: Intake, metrics: ReceiverMetrics, control: Connection) -> None:
     server = grpc.aio.server(options=channel.server_options())
     servicer = IntakeServicer(intake, metrics)  # type: ignore[abstract]  # the other calls are not measured
-    pb_grpc.add_ReceiverServiceServicer_to_server(servicer, server)
+    intake_service.register(servicer, server)
     port = server.add_insecure_port(str(_LOOPBACK))
     await server.start()
     await asyncio.to_thread(_report, port, control)

@@ -134,7 +134,7 @@ def export(*, artifact: str, file: Path, stores: tuple[Path, ...], force: bool, 
         click.echo(file)
         output.remark(f"{source.artifact_id.hex()} · {output.size(size)}")
     if source.account is None:
-        output.remark("what the artifact cost its sender is not known here; ledgers of its answers will have 0 for it")
+        output.remark("what the artifact cost its sender is not known here; ledgers of its answers have 0 for it")
 
 
 @command.command(name="import")
@@ -157,6 +157,8 @@ def deliver(*, file: Path, receiver: str, timeout: float, security: dict[str, An
     artifact = artifact_file.read(file)
     artifact.verify()
     account = artifact.account or SenderAccount(0, 0, 0.0, 0.0, 0.0, 0.0)
+    for name, value in security.items():
+        security[name] = value.expanduser() if isinstance(value, Path) else value
     transfer = Transfer(artifact, account, where, timeout, Uncounted(), security=PeerSecurity(**security))
     asyncio.run(_run(transfer))
     record = Imported.of(artifact, str(where), transfer.delivery)
@@ -165,6 +167,8 @@ def deliver(*, file: Path, receiver: str, timeout: float, security: dict[str, An
     else:
         click.echo(record.artifact_id)
         output.remark(record.text())
+    if artifact.account is None:
+        output.remark("the file does not say what the artifact cost its sender; ledgers of its answers have 0 for it")
 
 
 class Uncounted:

@@ -70,6 +70,8 @@ def command(
         answer = stream.answer
     if as_json:
         output.write_json(record(answer))
+        if answer.ledger.fallback is not None:
+            output.remark(fallback_line(answer.ledger))
     else:
         click.echo("" if live else answer.text)
         output.remark(account(answer.ledger))
@@ -94,5 +96,10 @@ def account(ledger: Ledger) -> str:
         f"{ledger.tokens.generated} tokens ({ledger.finish_reason})",
     ]
     if ledger.fallback is not None:
-        parts.append(f"fell back to {ledger.fallback}: {ledger.fallback_reason}")
+        parts.append(fallback_line(ledger))
     return " · ".join(parts)
+
+
+def fallback_line(ledger: Ledger) -> str:
+    """Return what was done instead, and why."""
+    return f"fell back to {ledger.fallback}: {ledger.fallback_reason}"

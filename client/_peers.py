@@ -49,7 +49,7 @@ class Peers:
             if not (math.isfinite(seconds) and seconds > 0):
                 raise ConfigError(f"{field}: {seconds!r} seconds, must be above 0", field=field, value=seconds)
         if deliver_to:
-            addresses.parse(deliver_to, "deliver_to", default_port=RECEIVER_PORT)
+            addresses.parse_receiver(deliver_to, "deliver_to")
         return cls(
             addresses.parse(sender, "sender", default_port=SENDER_PORT),
             addresses.parse(receiver, "receiver", default_port=RECEIVER_PORT),

@@ -1,4 +1,4 @@
-"""host:port addresses: parsing, and what counts as loopback."""
+"""host:port addresses: parsing, what counts as loopback, and which of a receiver's two doors is meant."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from kvferry.core.errors import ConfigError
 
 SENDER_PORT = 7411
 RECEIVER_PORT = 7412
+TCP_SCHEME = "tcp://"
 _MAX_PORT = 65_535
 _MAX_PORT_DIGITS = 5
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")
@@ -20,13 +21,15 @@ _SOCKET_SCHEMES = ("unix", "unix-abstract", "vsock", "external")
 
 @dataclass(frozen=True)
 class Address:
-    """A host and a port; an IPv6 host is kept without brackets."""
+    """A host and a port; an IPv6 host is kept without brackets. ``tcp`` is a plain TCP worker, in place of gRPC."""
 
     host: str
     port: int
+    tcp: bool = False
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{TCP_SCHEME if self.tcp else ''}{host}:{self.port}"
 
     @property
     def is_loopback(self) -> bool:
@@ -60,6 +63,18 @@ def parse(text: str, field: str, default_port: int | None = None) -> Address:
     if not _is_host(host):
         raise ConfigError(f"{field}: {text!r}: {host!r} is no host name and no IP address", field=field, value=text)
     return Address(host, int(port))
+
+
+def parse_receiver(text: str, field: str) -> Address:
+    """Parse where artifacts are delivered: as ``parse`` with the receiver's port, or "tcp://host:port".
+
+    Raises:
+        ConfigError: naming ``field`` and the text.
+    """
+    if text.startswith(TCP_SCHEME):
+        plain = parse(text.removeprefix(TCP_SCHEME), field)
+        return Address(plain.host, plain.port, tcp=True)
+    return parse(text, field, default_port=RECEIVER_PORT)
 
 
 def _is_host(host: str) -> bool:

@@ -19,7 +19,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from kvferry.core import bearer, rpc
-from kvferry.core.admission import CallLimits, RefusalLog
+from kvferry.core.admission import Admission, CallLimits
 from kvferry.core.errors import AuthenticationError, BusyError, InvalidRequestError, KvferryError, TransferError
 from kvferry.core.interception import around
 from kvferry.core.tokens import Token, TokenFile
@@ -39,7 +39,11 @@ def caller() -> Token | None:
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Authenticates and counts calls. Health checks need no token and have limits of their own."""
+    """Authenticates and counts calls. Health checks need no token and have limits of their own.
+
+    Attributes:
+        admission: whom it lets in; the daemon's other doors ask the same.
+    """
 
     def __init__(self, tokens: TokenFile | None, max_calls: int, request_seconds: float = REQUEST_SECONDS) -> None:
         """Prepare a gate.
@@ -49,11 +53,9 @@ class Gate(grpc.aio.ServerInterceptor):
             max_calls: most calls at a time.
             request_seconds: how long a request that is one message may take to arrive.
         """
-        self._tokens = tokens
-        self._limits = CallLimits(max_calls)
+        self.admission = Admission(tokens, max_calls)
         self._health_limits = CallLimits(MAX_HEALTH_CHECKS)
         self._request_seconds = request_seconds
-        self._refusals = RefusalLog()
 
     async def intercept_service(
         self,
@@ -64,7 +66,7 @@ class Gate(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         method = handler_call_details.method[:_MAX_METHOD_SHOWN]
         if handler is None:
-            self._refusals.refused("no such method", method=method, peer="")
+            self.admission.refusals.refused("no such method", method=method, peer="")
             return None
         if method == HEALTH_CHECK:
             return self._guarded(handler, method, self._health_limits, None)
@@ -72,18 +74,18 @@ class Gate(grpc.aio.ServerInterceptor):
             token = self._authenticate(handler_call_details.invocation_metadata)
         except AuthenticationError as error:
             return self._refusing(method, error)
-        return self._guarded(handler, method, self._limits, token)
+        return self._guarded(handler, method, self.admission.limits, token)
 
     def _authenticate(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Token | None:
-        if self._tokens is None:
+        if not self.admission.asks_for_tokens:
             return None
         given = [value for key, value in metadata or () if key == bearer.HEADER]
         if not given:
-            raise AuthenticationError("token: this daemon asks for one, and the call shows none", field="token")
+            return self.admission.authenticate("")
         scheme, _, secret = str(given[0]).partition(" ")
         if len(given) > 1 or scheme.casefold() != bearer.SCHEME.casefold() or not secret.strip():
             raise AuthenticationError("token: the authorization is not one Bearer token", field="token")
-        return self._tokens.authenticate(secret.strip())
+        return self.admission.authenticate(secret.strip())
 
     def _refusing(self, method: str, error: KvferryError) -> Any:
         async def refuse(_: Any, context: Context) -> None:
@@ -116,7 +118,7 @@ class Gate(grpc.aio.ServerInterceptor):
         return around(_reading(handler, self._request_seconds), guard)
 
     async def _refuse(self, method: str, peer: str, error: KvferryError, context: Context) -> NoReturn:
-        self._refusals.refused(error.message, method=method, peer=peer)
+        self.admission.refusals.refused(error.message, method=method, peer=peer)
         await rpc.abort(context, error)
 
 

@@ -62,7 +62,7 @@ def open_async(address: addresses.Address, security: PeerSecurity = _PLAINTEXT) 
     Raises:
         ConfigError: when a file of ``security`` cannot be used, or the token would cross a network in the clear.
     """
-    _check_token(address, security)
+    check_token(address, security)
     credentials = tls.channel_credentials(security)
     opened = (
         grpc.aio.secure_channel(_target(address), credentials, options=channel_options())
@@ -78,7 +78,7 @@ def open_blocking(address: addresses.Address, security: PeerSecurity = _PLAINTEX
     Raises:
         ConfigError: when a file of ``security`` cannot be used, or the token would cross a network in the clear.
     """
-    _check_token(address, security)
+    check_token(address, security)
     credentials = tls.channel_credentials(security)
     opened = (
         grpc.secure_channel(_target(address), credentials, options=channel_options())
@@ -88,12 +88,12 @@ def open_blocking(address: addresses.Address, security: PeerSecurity = _PLAINTEX
     return bearer.BlockingChannel(opened, security.token) if security.token else opened
 
 
-def _target(address: addresses.Address) -> str:
-    # With the scheme spelt out, gRPC never reads a host as a scheme of its own.
-    return f"dns:///{address}"
+def check_token(address: addresses.Address, security: PeerSecurity) -> None:
+    """Check that a token stays off networks where others can read it.
 
-
-def _check_token(address: addresses.Address, security: PeerSecurity) -> None:
+    Raises:
+        ConfigError: when it would not.
+    """
     if security.token and security.authority is None and not address.is_loopback and not security.insecure:
         raise ConfigError(
             f"token: would cross the network to {address} unencrypted; give the authority that signed its certificate, "
@@ -101,3 +101,8 @@ def _check_token(address: addresses.Address, security: PeerSecurity) -> None:
             field="authority",
             peer=str(address),
         )
+
+
+def _target(address: addresses.Address) -> str:
+    # With the scheme spelt out, gRPC never reads a host as a scheme of its own.
+    return f"dns:///{address}"

@@ -91,6 +91,7 @@ class ReceiverConfig(NodeConfig, frozen=True, kw_only=True):
 
     Attributes:
         max_payload_bytes: largest payload taken in.
+        tcp: host:port of a plain TCP worker that takes artifacts in beside gRPC; "" is none, port 0 takes a free one.
         max_answer_tokens: most tokens that one answer may ask for.
         parity: when the manifest's probe is repeated on a rebuilt cache: the first time on this node, always or never.
         ledger: file that gets one JSON line an answer; "" is ledger.jsonl in the store.
@@ -98,6 +99,7 @@ class ReceiverConfig(NodeConfig, frozen=True, kw_only=True):
 
     listen: str = f"127.0.0.1:{RECEIVER_PORT}"
     max_payload_bytes: Annotated[int, Meta(ge=1, le=limits.MAX_PAYLOAD_BYTES)] = limits.MAX_PAYLOAD_BYTES
+    tcp: str = ""
     max_answer_tokens: Positive = 4096
     parity: Literal["first", "always", "never"] = "first"
     ledger: str = ""
@@ -148,7 +150,7 @@ def ledger_path(config: ReceiverConfig) -> Path:
 def _read_file(path: Path, kind: type[NodeConfig]) -> dict[str, Any]:
     try:
         content = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{path}: {reason}", path=str(path)) from error
     return _converted(kind, content, str(path))
@@ -194,13 +196,17 @@ def _check_security(config: NodeConfig) -> None:
     if config.client_certificates and lacking:
         raise ConfigError(f"client_certificates: needs {' and '.join(lacking)} as well", field="client_certificates")
     lacking = [name for name in ("certificate", "key", "tokens") if not getattr(config, name)]
-    if lacking and not config.insecure and not parse(config.listen, "listen").is_loopback:
-        raise ConfigError(
-            f"listen: {config.listen} can be reached from other machines; give {', '.join(lacking)} "
-            "(`kvferry certs` makes them), or set insecure = true (--insecure) if that is what you want",
-            field="listen",
-            value=config.listen,
-        )
+    addresses = {"listen": config.listen}
+    if isinstance(config, ReceiverConfig) and config.tcp:
+        addresses["tcp"] = config.tcp
+    for field, given in addresses.items():
+        if lacking and not config.insecure and not parse(given, field).is_loopback:
+            raise ConfigError(
+                f"{field}: {given} can be reached from other machines; give {', '.join(lacking)} "
+                "(`kvferry certs` makes them), or set insecure = true (--insecure) if that is what you want",
+                field=field,
+                value=given,
+            )
 
 
 def _check_metrics(config: NodeConfig) -> None:

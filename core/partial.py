@@ -10,6 +10,7 @@ import contextlib
 import os
 import struct
 import threading
+import zlib
 from pathlib import Path
 
 from kvferry.core import manifest
@@ -22,8 +23,11 @@ MANIFEST_FILE = "manifest.msgpack"
 PAYLOAD_FILE = "payload.safetensors"
 _JOURNAL_FILE = "chunks"
 _ABSENT, _PRESENT = b"\x00", b"\x01"
-# After one byte a chunk the journal counts chunk bytes and protocol bytes, so that a resumed transfer is charged whole.
+# After one byte a chunk the journal counts chunk bytes and protocol bytes, so that a resumed transfer is charged whole;
+# with a checksum, because a damaged journal must not end up in a ledger.
 _COUNTERS = struct.Struct("<QQ")
+_CHECKSUM = struct.Struct("<I")
+_COUNTED_BYTES = _COUNTERS.size + _CHECKSUM.size
 
 
 class Partial:
@@ -45,9 +49,10 @@ class Partial:
             self._journal = os.open(path / _JOURNAL_FILE, os.O_RDWR | os.O_CREAT, 0o600)
             undo.callback(os.close, self._journal)
             os.ftruncate(self._payload, self.manifest.payload.length)
-            os.ftruncate(self._journal, count + _COUNTERS.size)
+            os.ftruncate(self._journal, count + _COUNTED_BYTES)
             self._present = bytearray(os.pread(self._journal, count, 0))
-            self._received, self._control = _COUNTERS.unpack(os.pread(self._journal, _COUNTERS.size, count))
+            counters = _unpack(os.pread(self._journal, _COUNTED_BYTES, count))
+            self._received, self._control = counters or (self._present_bytes(), 0)
             undo.pop_all()
 
     def missing(self) -> list[tuple[int, int]]:
@@ -64,7 +69,7 @@ class Partial:
                 runs.append((index, index + 1))
         return runs
 
-    def put(self, index: int, data: bytes) -> bool:
+    def put(self, index: int, data: bytes | memoryview) -> bool:
         """Verify one chunk and write it.
 
         Returns:
@@ -100,7 +105,7 @@ class Partial:
             self._received += received
             self._control += control
             try:
-                os.pwrite(self._journal, _COUNTERS.pack(self._received, self._control), len(self._present))
+                os.pwrite(self._journal, _pack(self._received, self._control), len(self._present))
             except OSError as error:
                 raise StoreError(f"journal: {error.strerror}") from error
 
@@ -151,6 +156,14 @@ class Partial:
                 os.close(self._payload)
                 os.close(self._journal)
 
+    def _present_bytes(self) -> int:
+        """What must have come at least."""
+        return sum(
+            end - start
+            for (start, end), flag in zip(self.plan.ranges, self._present, strict=True)
+            if flag == _PRESENT[0]
+        )
+
     def _check_open(self) -> None:
         if self._closed:
             raise StoreError("artifact: committed or dropped while the transfer was under way")
@@ -174,8 +187,22 @@ class Partial:
             raise first
 
 
-def _write_all(handle: int, data: bytes, offset: int) -> None:
+def _write_all(handle: int, data: bytes | memoryview, offset: int) -> None:
     view = memoryview(data)
     while view:
         written = os.pwrite(handle, view, offset)
         view, offset = view[written:], offset + written
+
+
+def _pack(received: int, control: int) -> bytes:
+    counters = _COUNTERS.pack(received, control)
+    return counters + _CHECKSUM.pack(zlib.crc32(counters))
+
+
+def _unpack(data: bytes) -> tuple[int, int] | None:
+    """Return the counters, or None when they are not those that were written."""
+    counters = data[: _COUNTERS.size]
+    if data[_COUNTERS.size :] != _CHECKSUM.pack(zlib.crc32(counters)):
+        return None
+    received, control = _COUNTERS.unpack(counters)
+    return received, control

@@ -32,6 +32,14 @@ def current() -> str:
     return _CURRENT.get()
 
 
+def adopt(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """Choose the id of the call that this task or thread serves, bind it for the rest of its life, and return it."""
+    request_id = choose(metadata)
+    _CURRENT.set(request_id)
+    structlog.contextvars.bind_contextvars(request_id=request_id)
+    return request_id
+
+
 def outgoing() -> tuple[tuple[str, str], ...]:
     """Return metadata that passes the current id on to another daemon."""
     return ((HEADER, current()),) if current() else ()
@@ -46,10 +54,8 @@ class RequestIdInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         """Bind the id for the rest of the call, and send it back as soon as the handler starts."""
-        request_id = choose(handler_call_details.invocation_metadata)
         # Each call is a task with a context of its own, so nothing has to be undone at its end.
-        _CURRENT.set(request_id)
-        structlog.contextvars.bind_contextvars(request_id=request_id)
+        request_id = adopt(handler_call_details.invocation_metadata)
 
         @asynccontextmanager
         async def returning(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import grpc
 from kvferry.core import tls, tokens
 from kvferry.core.addresses import Address
 from kvferry.core.auth import Gate
-from kvferry.core.config import NodeConfig
+from kvferry.core.config import NodeConfig, ReceiverConfig
 from kvferry.core.logs import logger
 from kvferry.core.tls import PeerSecurity
 from kvferry.core.tokens import TokenFile
@@ -21,10 +22,11 @@ _EXPIRY_WARNING = datetime.timedelta(days=30)
 
 @dataclass(frozen=True)
 class ServerSecurity:
-    """What a daemon serves with. ``credentials`` None is no TLS."""
+    """What a daemon serves with. ``credentials`` None is no TLS; ``context`` is the same for its plain TCP worker."""
 
     credentials: grpc.ServerCredentials | None
     gate: Gate
+    context: ssl.SSLContext | None = None
 
 
 def for_server(config: NodeConfig) -> ServerSecurity:
@@ -40,7 +42,7 @@ def for_server(config: NodeConfig) -> ServerSecurity:
         from kvferry.core import certificates  # noqa: PLC0415  (loads cryptography, which only TLS needs)
 
         certificates.read_authority(_path(config.authority))
-    return ServerSecurity(_credentials(config), Gate(token_file, config.max_calls))
+    return ServerSecurity(_credentials(config), Gate(token_file, config.max_calls), _context(config))
 
 
 def for_peer(config: NodeConfig, peer: Address, configured: Address) -> PeerSecurity:
@@ -68,6 +70,17 @@ def for_peer(config: NodeConfig, peer: Address, configured: Address) -> PeerSecu
     )
 
 
+def _context(config: NodeConfig) -> ssl.SSLContext | None:
+    if not isinstance(config, ReceiverConfig) or not config.tcp or not config.certificate:
+        return None
+    return tls.server_context(_path(config.certificate), _path(config.key), _client_authority(config))
+
+
+def _client_authority(config: NodeConfig) -> Path | None:
+    """Return who must have signed a caller's certificate; None asks for none."""
+    return _path(config.authority) if config.client_certificates else None
+
+
 def _credentials(config: NodeConfig) -> grpc.ServerCredentials | None:
     if not config.certificate:
         return None
@@ -80,7 +93,7 @@ def _credentials(config: NodeConfig) -> grpc.ServerCredentials | None:
         log.warning("certificate expires soon", path=str(certificate), expires=f"{identity.expires:%Y-%m-%d}")
     if not certificates.is_private(key):
         log.warning("key can be read by other users of this machine", path=str(key))
-    return tls.server_credentials(identity, _path(config.authority) if config.client_certificates else None)
+    return tls.server_credentials(identity, _client_authority(config))
 
 
 def _is_same(one: Address, other: Address) -> bool:

@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -29,12 +30,24 @@ _WANTED_FILES = 2 * channel.MAX_CONNECTIONS
 _SPARE_CALLS = 512
 
 
+class Companion(Protocol):
+    """Another door of the daemon, open when the server is given it."""
+
+    @property
+    def address(self) -> addresses.Address:
+        """Where it is."""
+
+    def close(self, grace_seconds: float) -> None:
+        """Take nobody in any more, and end what still runs after the grace period. Blocking."""
+
+
 async def serve(
     config: NodeConfig,
     register: Callable[[grpc.aio.Server], Iterable[str]],
     *,
     protection: ServerSecurity | None = None,
     metrics: NodeMetrics | None = None,
+    tcp: Companion | None = None,
     announce_json: bool = False,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then let calls in flight finish within the grace period.
@@ -44,6 +57,7 @@ async def serve(
         register: adds the servicers to the server and returns their full service names.
         protection: what it shows and whom it lets in, where that was read already.
         metrics: what the daemon counts, served where the configuration says; None counts nothing.
+        tcp: the daemon's plain TCP worker; it is announced, and closed with the server.
         announce_json: print the listening line as JSON.
 
     Raises:
@@ -72,13 +86,14 @@ async def serve(
     for name in ("", *names):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     role = type(config).__name__.removesuffix("Config").lower()
-    _announce(role, address, page.address if page else None, as_json=announce_json)
+    _announce(role, address, page.address if page else None, tcp.address if tcp else None, as_json=announce_json)
     try:
         await stop.wait()
         log.info("stopping", grace_seconds=config.grace_seconds)
         await health_servicer.enter_graceful_shutdown()
     finally:
-        await server.stop(config.grace_seconds)
+        closing = [asyncio.to_thread(tcp.close, config.grace_seconds)] if tcp is not None else []
+        await asyncio.gather(server.stop(config.grace_seconds), *closing)
         if page is not None:
             await asyncio.to_thread(page.close)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -116,9 +131,19 @@ def _metrics_page(config: NodeConfig, metrics: NodeMetrics | None) -> MetricsSer
     return MetricsServer(metrics.registry, addresses.parse(config.metrics, "metrics"))
 
 
-def _announce(role: str, address: addresses.Address, page: addresses.Address | None, *, as_json: bool) -> None:
+def _announce(
+    role: str,
+    address: addresses.Address,
+    page: addresses.Address | None,
+    tcp: addresses.Address | None = None,
+    *,
+    as_json: bool,
+) -> None:
     record = {"event": "listening", "role": role, "address": str(address)}
     text = f"kvferry {role}: listening on {address}"
+    if tcp is not None:
+        record["tcp"] = str(tcp)
+        text += f", {addresses.TCP_SCHEME}{tcp}"
     if page is not None:
         record["metrics"] = str(page)
         text += f", metrics at http://{page}/metrics"

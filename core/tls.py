@@ -1,7 +1,8 @@
-"""TLS for gRPC: the credentials of servers and channels, made from checked PEM files."""
+"""TLS, made from checked PEM files: credentials for gRPC, contexts for the plain TCP worker."""
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +57,55 @@ def channel_credentials(security: PeerSecurity) -> grpc.ChannelCredentials | Non
     Raises:
         ConfigError: naming the setting, the file and what is wrong with it.
     """
+    files = _client_files(security)
+    if files is None:
+        return None
+    roots, identity = files
+    return grpc.ssl_channel_credentials(
+        root_certificates=roots,
+        private_key=identity.key if identity else None,
+        certificate_chain=identity.certificate if identity else None,
+    )
+
+
+def server_context(certificate: Path, key: Path, authority: Path | None) -> ssl.SSLContext:
+    """Return what ``server_credentials`` does, for sockets.
+
+    Raises:
+        ConfigError: when a file cannot be used.
+    """
+    from kvferry.core import certificates  # noqa: PLC0415
+
+    certificates.read_identity(certificate, key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    # A ticket that the peer has not read when it leaves would break the connection off.
+    context.num_tickets = 0
+    _show(context, certificate, key)
+    if authority is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        _trust(context, certificates.read_authority(authority))
+    return context
+
+
+def client_context(security: PeerSecurity) -> ssl.SSLContext | None:
+    """Return what ``channel_credentials`` does, for sockets.
+
+    Raises:
+        ConfigError: naming the setting, the file and what is wrong with it.
+    """
+    files = _client_files(security)
+    if files is None:
+        return None
+    # Checks the peer's certificate and its name.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    _trust(context, files[0])
+    if security.certificate and security.key:
+        _show(context, security.certificate, security.key)
+    return context
+
+
+def _client_files(security: PeerSecurity) -> tuple[bytes, Identity | None] | None:
+    """Return the authority's certificates and what is shown to a peer that asks."""
     if security.authority is None:
         if security.certificate or security.key:
             raise ConfigError("certificate: is shown only over TLS; give the authority as well", field="authority")
@@ -64,8 +114,21 @@ def channel_credentials(security: PeerSecurity) -> grpc.ChannelCredentials | Non
 
     shows = security.certificate or security.key
     identity = certificates.read_identity(security.certificate, security.key) if shows else None
-    return grpc.ssl_channel_credentials(
-        root_certificates=certificates.read_authority(security.authority),
-        private_key=identity.key if identity else None,
-        certificate_chain=identity.certificate if identity else None,
-    )
+    return certificates.read_authority(security.authority), identity
+
+
+def _show(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+    try:
+        # With an empty password OpenSSL asks nobody for one.
+        context.load_cert_chain(certificate, key, password="")
+    except OSError as error:
+        raise ConfigError(f"certificate: {certificate} and {key}: {error}", field="certificate") from error
+
+
+def _trust(context: ssl.SSLContext, authority: bytes) -> None:
+    try:
+        context.load_verify_locations(cadata=authority.decode("ascii", "replace"))
+    except OSError as error:
+        raise ConfigError(f"authority: not usable: {error}", field="authority") from error
+    # As gRPC has it: whoever the file holds is trusted, also where somebody else signed it.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

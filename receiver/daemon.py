@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import grpc
 
-from kvferry.core import logs, security, serving
+from kvferry.core import addresses, logs, security, serving
 from kvferry.core.config import ReceiverConfig, ledger_path, store_path
 from kvferry.core.metrics import ReceiverMetrics
+from kvferry.core.security import ServerSecurity
 from kvferry.core.store import ArtifactStore
 from kvferry.engine import model_store
 from kvferry.engine.backend import runtime_versions
 from kvferry.engine.model import load
 from kvferry.engine.residency import Residency
 from kvferry.engine.worker import Worker
-from kvferry.proto.v1 import receiver_service_pb2 as pb
-from kvferry.proto.v1 import receiver_service_pb2_grpc as pb_grpc
+from kvferry.receiver import intake_service
 from kvferry.receiver.answering import Answerer
 from kvferry.receiver.intake import Intake
 from kvferry.receiver.ledger_file import LedgerFile
 from kvferry.receiver.service import ReceiverParts, ReceiverServicer
+from kvferry.receiver.tcp_worker import TcpWorker
 
 
 async def run(config: ReceiverConfig, *, announce_json: bool = False) -> None:
@@ -65,15 +67,32 @@ async def run(config: ReceiverConfig, *, announce_json: bool = False) -> None:
         )
 
         def register(server: grpc.aio.Server) -> Iterable[str]:
-            pb_grpc.add_ReceiverServiceServicer_to_server(ReceiverServicer(parts), server)
-            return [pb.DESCRIPTOR.services_by_name["ReceiverService"].full_name]
+            intake_service.register(ReceiverServicer(parts), server)
+            return [intake_service.SERVICE]
 
         log = logs.logger("receiver")
         log.info("ready", model=model.profile.model.id, unsupported=model.profile.unsupported, **versions)
-        await serving.serve(config, register, protection=protection, metrics=metrics, announce_json=announce_json)
+        with _tcp_worker(parts, protection) as tcp:
+            await serving.serve(
+                config, register, protection=protection, metrics=metrics, tcp=tcp, announce_json=announce_json
+            )
     finally:
         worker.close()
         store.close()
+
+
+@contextlib.contextmanager
+def _tcp_worker(parts: ReceiverParts, protection: ServerSecurity) -> Iterator[TcpWorker | None]:
+    if not parts.config.tcp:
+        yield None
+        return
+    address = addresses.parse(parts.config.tcp, "tcp")
+    worker = TcpWorker(address, parts.intake, parts.metrics, protection.gate.admission, protection.context)
+    try:
+        yield worker
+    finally:
+        # Closed with the server already, unless that did not come up.
+        worker.close()
 
 
 def main(config: ReceiverConfig, *, announce_json: bool = False) -> None:

@@ -8,16 +8,16 @@ import msgspec
 
 from kvferry.core import manifest
 from kvferry.core.compat import Profile, Verdict, judge
-from kvferry.core.errors import (
-    ContainerError,
-    InvalidRequestError,
-)
+from kvferry.core.errors import ContainerError, InvalidRequestError
 from kvferry.core.ledger import SenderAccount, account_from_json
+from kvferry.core.logs import logger
 from kvferry.core.metrics import ReceiverMetrics
 from kvferry.core.plan import make_plan
 from kvferry.core.store import ArtifactStore
 from kvferry.core.stored import Stored
 from kvferry.core.tokens import Token
+
+_SHOWN_VERDICT = 1000
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Intake:
         self._store = store
         self._profile = profile
         self._metrics = metrics
+        self._log = logger("receiver")
 
     def offer(self, encoded: bytes, owner: Token | None = None) -> Judgement:
         """Judge a manifest. Nothing is allocated for an artifact that is refused.
@@ -52,6 +53,9 @@ class Intake:
         """
         judgement = self._judge(encoded, owner)
         self._metrics.judged(judgement.verdict, committed=judgement.committed)
+        if not judgement.verdict.accepted:
+            shown = str(judgement.verdict)[:_SHOWN_VERDICT]
+            self._log.warning("refused", artifact=judgement.artifact_id.hex(), verdict=shown)
         return judgement
 
     def _judge(self, encoded: bytes, owner: Token | None) -> Judgement:
@@ -76,7 +80,7 @@ class Intake:
         repeated = partial.traffic().control_bytes > 0
         partial.count(0, control + (manifest_bytes if repeated else 0))
 
-    def put(self, artifact_id: bytes, index: int, data: bytes, control: int) -> None:
+    def put(self, artifact_id: bytes, index: int, data: bytes | memoryview, control: int) -> None:
         """Verify and write one chunk.
 
         Raises:
@@ -103,6 +107,11 @@ class Intake:
             TransferError: when chunks are missing.
             IntegrityError: when a digest differs.
         """
+        stored = self._commit(artifact_id, account_json, control)
+        self._log.info("committed", artifact=artifact_id.hex(), method=stored.manifest.method.id)
+        return stored
+
+    def _commit(self, artifact_id: bytes, account_json: str, control: int) -> Stored:
         if self._store.holds(artifact_id):
             return self._store.get(artifact_id)
         account = _parse_account(account_json)

@@ -1,238 +1,197 @@
-"""The plain TCP worker: the same intake behind length-prefixed frames, for comparison with gRPC.
+"""The plain TCP worker: the same intake behind length-prefixed frames. It is what gRPC is compared with.
 
-A thread a connection; chunks are verified and written by a second one while the next chunk is read from the socket.
+Each connection has a thread. That thread reads a chunk, verifies it, writes it and acknowledges it, one after the
+other: meanwhile the system goes on receiving, and the buffer of the chunk stays in the processor's cache.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
+import select
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
-from typing import Self
+import time
+from collections.abc import Iterator
 
 from kvferry.core import frames
 from kvferry.core.addresses import Address
-from kvferry.core.errors import BusyError, ConfigError, InvalidRequestError, KvferryError
+from kvferry.core.admission import Admission
+from kvferry.core.errors import BusyError, ConfigError, KvferryError, TransferError
 from kvferry.core.logs import logger
-from kvferry.core.tokens import Token
-from kvferry.core.wire import check_digest
-from kvferry.receiver.intake import Intake, Judgement
+from kvferry.core.metrics import ReceiverMetrics
+from kvferry.receiver.intake import Intake
+from kvferry.receiver.tcp_session import METHOD, Session
 
-MAX_CONNECTIONS = 32
-IDLE_SECONDS = 60.0
-_CHUNKS_IN_HAND = 4
-_BACKLOG = 64
+MAX_CONNECTIONS = 256
+GREETING_SECONDS = 10.0
+_BACKLOG = 128
+_RETRY_AFTER_MS = 1000
+# What keeps a connection from being accepted is the system's want of files or memory; it passes.
+_PAUSE_SECONDS = 0.1
 
 
 class TcpWorker:
-    """Serves Offer, Put and Commit on a TCP port until closed."""
+    """Takes artifacts in on a TCP port until closed."""
 
     def __init__(
         self,
         address: Address,
         intake: Intake,
-        authenticate: Callable[[str], Token] | None = None,
+        metrics: ReceiverMetrics,
+        admission: Admission,
         context: ssl.SSLContext | None = None,
     ) -> None:
         """Bind the address and start accepting.
 
         Args:
             address: port 0 takes a free one.
-            intake: what artifacts go to.
-            authenticate: from a presented token to who it is; raises AuthenticationError. None lets everybody in.
+            intake: where artifacts go.
+            metrics: of the receiver.
+            admission: who may come in; the gRPC server's own, so that limits hold for both together.
             context: TLS, or None.
 
         Raises:
             ConfigError: when the address cannot be bound.
         """
         self._intake = intake
-        self._authenticate = authenticate
+        self._metrics = metrics
+        self._admission = admission
         self._context = context
         self._log = logger("tcp")
-        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
-        try:
-            family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-            self._listener = socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
-        except OSError as error:
-            raise ConfigError(f"tcp: {address} cannot be bound: {error.strerror}", field="tcp") from error
+        self._threads: set[threading.Thread] = set()
+        self._open: set[frames.Connection] = set()
+        self._listener = _listen(address)
         self.address = Address(address.host, self._listener.getsockname()[1])
+        self._closing = False
+        # An accept that waits cannot be woken on every system; a poll can.
+        self._waker, self._wake = socket.socketpair()
         self._thread = threading.Thread(target=self._accept, name="kvferry-tcp", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop accepting and end every connection."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        with self._lock:
-            for endpoint in self._open:
-                with contextlib.suppress(OSError):
-                    endpoint.shutdown(socket.SHUT_RDWR)
+    def close(self, grace_seconds: float = 0.0) -> None:
+        """Take nobody in any more, and end the connections that are still there after the grace period.
+
+        May be called again.
+        """
+        self._closing = True
+        self._waker.close()
         self._thread.join()
+        self._listener.close()
+        self._wake.close()
+        deadline = time.monotonic() + grace_seconds
+        for thread in self._running():
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        with self._lock:
+            for connection in self._open:
+                connection.shutdown()
+        for thread in self._running():
+            thread.join()
+
+    def _running(self) -> list[threading.Thread]:
+        with self._lock:
+            return list(self._threads)
 
     def _accept(self) -> None:
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
         while True:
+            poll.poll()
+            if self._closing:
+                return
             try:
                 endpoint, peer = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(endpoint, str(peer[0])), daemon=True).start()
-
-    def _serve(self, endpoint: socket.socket, peer: str) -> None:
-        with endpoint, self._tracked(endpoint):
-            endpoint.settimeout(IDLE_SECONDS)
-            try:
-                wrapped = self._context.wrap_socket(endpoint, server_side=True) if self._context else endpoint
+            except BlockingIOError:
+                continue
             except OSError as error:
-                self._log.warning("handshake failed", peer=peer, reason=str(error))
-                return
-            connection = frames.Connection(wrapped)
-            try:
-                if not self._slots.acquire(blocking=False):
-                    raise BusyError(f"tcp: {MAX_CONNECTIONS} connections are open", retry_after_ms=1000)
-                try:
-                    _Session(connection, self._intake, self._authenticate).run()
-                finally:
-                    self._slots.release()
-            except KvferryError as error:
-                self._log.warning("connection failed", peer=peer, code=error.code, reason=error.message)
-                with contextlib.suppress(KvferryError):
-                    connection.send(frames.failure(error))
+                self._refused(f"cannot be accepted: {error.strerror}", "")
+                time.sleep(_PAUSE_SECONDS)
+                continue
+            self._take(endpoint, f"{peer[0]}:{peer[1]}")
 
-    @contextlib.contextmanager
-    def _tracked(self, endpoint: socket.socket) -> Iterator[None]:
+    def _take(self, endpoint: socket.socket, peer: str) -> None:
+        thread = threading.Thread(target=self._run, args=(endpoint, peer), name="kvferry-tcp-connection", daemon=True)
         with self._lock:
-            self._open.add(endpoint)
+            full = "" if len(self._threads) < MAX_CONNECTIONS else f"{MAX_CONNECTIONS} connections are open"
+            if not full:
+                self._threads.add(thread)
+        if not full:
+            try:
+                thread.start()
+            except RuntimeError:
+                full = "the system has no more threads"
+                with self._lock:
+                    self._threads.discard(thread)
+        if full:
+            self._turn_away(endpoint, peer, full)
+
+    def _turn_away(self, endpoint: socket.socket, peer: str, reason: str) -> None:
+        busy = BusyError(f"tcp: {reason}; try again in {_RETRY_AFTER_MS} ms", retry_after_ms=_RETRY_AFTER_MS)
+        self._refused(busy.message, peer)
+        with endpoint, contextlib.suppress(KvferryError):
+            if self._context is None:
+                frames.Connection(endpoint, seconds=0.0).send(frames.failure(busy))
+
+    def _run(self, endpoint: socket.socket, peer: str) -> None:
         try:
-            yield
+            with endpoint, self._tracked(frames.Connection(self._secured(endpoint), GREETING_SECONDS)) as connection:
+                connection.handshake()
+                self._serve(connection, peer)
+        except KvferryError as error:
+            self._refused(error.message, peer)
         finally:
             with self._lock:
-                self._open.discard(endpoint)
+                self._threads.discard(threading.current_thread())
 
+    def _secured(self, endpoint: socket.socket) -> socket.socket:
+        if self._context is None:
+            return endpoint
+        try:
+            # The handshake may take its time, and must end when the worker does.
+            return self._context.wrap_socket(endpoint, server_side=True, do_handshake_on_connect=False)
+        except OSError as error:
+            raise TransferError(f"tcp: gone before the TLS handshake ({error})") from error
 
-class _Session:
-    """One connection: frames in, frames out, in order."""
+    @contextlib.contextmanager
+    def _tracked(self, connection: frames.Connection) -> Iterator[frames.Connection]:
+        with self._lock:
+            self._open.add(connection)
+            if self._closing:
+                connection.shutdown()
+        try:
+            yield connection
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
 
-    def __init__(
-        self, connection: frames.Connection, intake: Intake, authenticate: Callable[[str], Token] | None
-    ) -> None:
-        self._connection = connection
-        self._intake = intake
-        self._authenticate = authenticate
-        self._caller: Token | None = None
-
-    def run(self) -> None:
-        """Serve until the peer ends the stream between frames."""
-        received = self._connection.receive()
-        if received is None:
-            return
-        frame, size = received
-        if not isinstance(frame, frames.Hello):
-            raise InvalidRequestError("hello: the first frame must be it", field="hello")
-        if self._authenticate is not None:
-            self._caller = self._authenticate(frame.token)
-        with _Writer(self._connection, self._intake) as writer:
-            while (received := self._connection.receive()) is not None:
-                frame, size = received
-                if isinstance(frame, frames.Put):
-                    writer.put(frame, size)
-                    continue
-                writer.drain()
-                if isinstance(frame, frames.Offer):
-                    self._offer(frame, size)
-                elif isinstance(frame, frames.Commit):
-                    self._commit(frame, size)
-                else:
-                    raise InvalidRequestError(f"frame: {type(frame).__name__} is not a request", field="frame")
-
-    def _offer(self, frame: frames.Offer, size: int) -> None:
-        judgement = self._intake.offer(frame.manifest, self._caller)
-        answer = _offered(judgement)
-        if judgement.verdict.accepted and not judgement.committed:
-            control = size - len(frame.manifest) + len(frames.encode(answer))
-            self._intake.charge_offer(judgement.artifact_id, len(frame.manifest), control)
-        self._connection.send(answer)
-
-    def _commit(self, frame: frames.Commit, size: int) -> None:
-        stored = self._intake.commit(check_digest(frame.artifact_id, "artifact_id"), frame.account_json, size)
-        traffic = stored.record.traffic
-        self._connection.send(
-            frames.Committed(
-                stored.artifact_id,
-                stored.manifest.payload.digest,
-                traffic.received_bytes if traffic else 0,
-                traffic.control_bytes if traffic else 0,
-            )
-        )
-
-
-def _offered(judgement: Judgement) -> frames.Offered:
-    reasons = tuple(
-        (reason.code.value, reason.field, reason.artifact, reason.receiver) for reason in judgement.verdict.reasons
-    )
-    return frames.Offered(judgement.artifact_id, reasons, judgement.missing, judgement.committed)
-
-
-class _Writer:
-    """Verifies, writes and acknowledges chunks in a thread of its own, a few at a time."""
-
-    def __init__(self, connection: frames.Connection, intake: Intake) -> None:
-        self._connection = connection
-        self._intake = intake
-        self._queue: queue.Queue[tuple[frames.Put, int] | None] = queue.Queue(_CHUNKS_IN_HAND)
-        self._error: KvferryError | None = None
-        self._thread = threading.Thread(target=self._run, name="kvferry-tcp-writer", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._queue.put(None)
-        self._thread.join()
-
-    def put(self, frame: frames.Put, size: int) -> None:
-        """Queue a chunk; waits while too many are in hand."""
-        self._raise_error()
-        self._queue.put((frame, size))
-
-    def drain(self) -> None:
-        """Wait until every chunk is written."""
-        self._queue.join()
-        self._raise_error()
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        while True:
-            item = self._queue.get()
+    def _serve(self, connection: frames.Connection, peer: str) -> None:
+        session = Session(connection, self._intake, self._metrics, self._admission)
+        status = "OK"
+        with self._metrics.serving(METHOD):
             try:
-                if item is None:
-                    return
-                if self._error is None:
-                    self._take(*item)
+                session.run()
             except KvferryError as error:
-                self._error = error
-                # Wakes the reading thread, which then reports the error.
-                self._report(error)
-            finally:
-                self._queue.task_done()
+                status = error.status
+                if session.admitted:
+                    self._log.warning("connection failed", peer=peer, code=error.code, reason=error.message)
+                else:
+                    self._refused(error.message, peer)
+        self._metrics.served(METHOD, status)
 
-    def _report(self, error: KvferryError) -> None:
-        with contextlib.suppress(KvferryError):
-            self._connection.send(frames.failure(error))
-        self._connection.shutdown()
+    def _refused(self, reason: str, peer: str) -> None:
+        self._admission.refusals.refused(reason, method=METHOD, peer=peer)
 
-    def _take(self, frame: frames.Put, size: int) -> None:
-        artifact_id = check_digest(frame.artifact_id, "artifact_id")
-        answer = frames.Taken(frame.index)
-        control = size - len(frame.data) + len(frames.encode(answer))
-        self._intake.put(artifact_id, frame.index, frame.data, control)
-        self._connection.send(answer)
+
+def _listen(address: Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        place = socket.getaddrinfo(address.host, address.port, family, socket.SOCK_STREAM)[0][4]
+        dual = address.host == "::" and socket.has_dualstack_ipv6()
+        listener = socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
+    except OSError as error:
+        raise ConfigError(f"tcp: {address} cannot be bound: {error.strerror or error}", field="tcp") from error
+    listener.setblocking(False)  # noqa: FBT003
+    return listener

@@ -12,7 +12,7 @@ import msgpack
 import msgspec
 
 from kvferry.core.digests import digest
-from kvferry.core.errors import IntegrityError, NotFoundError, QuarantinedError
+from kvferry.core.errors import NotFoundError
 from kvferry.core.files import write_atomic
 from kvferry.core.ledger import SenderAccount
 from kvferry.core.manifest import (
@@ -104,12 +104,11 @@ class ArtifactMaker:
         try:
             entry = msgspec.json.decode(memo.read_bytes(), type=_Memo)
             artifact_id = bytes.fromhex(entry.artifact)
+            # What was evicted, or put aside as damaged, is made anew.
+            if not self._store.holds(artifact_id):
+                return None
             return Artifact(self._store.get(artifact_id), entry.account, reused=True)
-        except (FileNotFoundError, NotFoundError, QuarantinedError, msgspec.MsgspecError, ValueError):
-            # What was put aside as damaged is made anew.
-            return None
-        except IntegrityError as error:
-            self._store.quarantine(artifact_id, error.message)
+        except (FileNotFoundError, NotFoundError, msgspec.MsgspecError, ValueError):
             return None
 
     def _request_key(self, request: _Request) -> bytes:

@@ -113,10 +113,8 @@ class SenderServicer(pb_grpc.SenderServiceServicer):
         parts = self._parts
         method = registry.find(start.method)
         parameters = registry.check_parameters(method, wire.parameters_from_message(start.parameters))
-        receiver = addresses.parse(
-            start.receiver or parts.config.receiver, "receiver", default_port=addresses.RECEIVER_PORT
-        )
-        configured = addresses.parse(parts.config.receiver, "receiver", default_port=addresses.RECEIVER_PORT)
+        receiver = addresses.parse_receiver(start.receiver or parts.config.receiver, "receiver")
+        configured = addresses.parse_receiver(parts.config.receiver, "receiver")
         # Read anew for every send, so that a token can be replaced while the daemon runs.
         reached = security.for_peer(parts.config, receiver, configured)
         if method.info.aware and not start.question:

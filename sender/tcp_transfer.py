@@ -1,168 +1,219 @@
-"""Carrying an artifact over the plain TCP worker: the same steps as over gRPC, in frames."""
+"""Carrying an artifact over the plain TCP worker: the same steps as over gRPC, in frames.
+
+Frames are sent and awaited in threads. Whoever gives up shuts the socket down, which ends them at once.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
-import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import TypeVar
 
-from kvferry.core import frames
+from kvferry.core import channel, frames, handshakes, reachability, request_ids, tls
 from kvferry.core.addresses import Address
-from kvferry.core.compat import Reason, ReasonCode, Verdict, refusal
-from kvferry.core.errors import IntegrityError, KvferryError, PeerError, TransferError, UnavailableError
-from kvferry.core.ledger import SenderAccount, Traffic, to_json
-from kvferry.core.stored import Stored
+from kvferry.core.compat import Reason, ReasonCode, Verdict
+from kvferry.core.errors import DeadlineError, KvferryError, PeerError, TransferError, UnavailableError
+from kvferry.core.metrics import SenderMetrics
+from kvferry.core.tls import PeerSecurity
+from kvferry.sender.carrier import Chunks, Offered, Receipt
+
+_Result = TypeVar("_Result")
+_FrameType = TypeVar("_FrameType", bound=frames.Frame)
+_Arrived = int | KvferryError | None
 
 
-def deliver(
-    stored: Stored,
-    account: SenderAccount,
-    receiver: Address,
-    seconds: float,
-    *,
-    token: str = "",
-    context: ssl.SSLContext | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Traffic | None:
-    """Deliver an artifact. Blocking.
+@contextlib.asynccontextmanager
+async def connected(
+    receiver: Address, security: PeerSecurity, seconds: float, metrics: SenderMetrics
+) -> AsyncIterator[TcpCarrier]:
+    """Connect for the block.
 
     Args:
-        stored: what to carry.
-        account: what making it cost.
-        receiver: host and port of the TCP worker.
-        seconds: how long each frame may take.
-        token: presented first.
-        context: TLS, or None.
-        progress: told the bytes that are acknowledged, and all.
-
-    Returns:
-        What crossed, or None when the receiver had the artifact already.
+        receiver: where to.
+        security: how.
+        seconds: how long connecting, and then each frame, may take.
+        metrics: of the sender.
 
     Raises:
-        RefusedError: when the verdict is against the artifact.
-        TransferError: when the connection breaks; delivering again moves only what is missing.
-        KvferryError: whatever the receiver reports.
+        ConfigError: when a file of ``security`` cannot be used, or the token would cross a network in the clear.
+        UnavailableError: when the receiver cannot be reached, or there is no TLS between us.
     """
-    with _connected(receiver, seconds, context) as connection:
-        connection.send(frames.Hello(token))
-        connection.send(frames.Offer(stored.encoded))
-        missing = _read_offer(stored, connection)
-        if missing is None:
-            return None
-        _put(stored, connection, missing, progress)
-        connection.send(frames.Commit(stored.artifact_id, to_json(account)))
-        receipt, _ = connection.expect()
-        if not isinstance(receipt, frames.Committed):
-            raise PeerError(f"{receiver}: answered Commit with {type(receipt).__name__}")
-        if receipt.payload_digest != stored.manifest.payload.digest:
-            raise IntegrityError("payload: the receipt names another digest", field="payload_digest")
-        length = stored.manifest.payload.length
-        return Traffic(len(stored.encoded), length, receipt.received_bytes, receipt.control_bytes)
-
-
-@contextlib.contextmanager
-def _connected(receiver: Address, seconds: float, context: ssl.SSLContext | None) -> Iterator[frames.Connection]:
+    channel.check_token(receiver, security)
+    context = tls.client_context(security)
     try:
-        endpoint = socket.create_connection((receiver.host, receiver.port), timeout=seconds)
-    except OSError as error:
-        raise UnavailableError(
-            f"{receiver}: cannot be reached ({error.strerror or error})", peer=str(receiver)
-        ) from error
-    with endpoint:
+        async with asyncio.timeout(seconds):
+            endpoint = await _dial(receiver)
+        if context is not None:
+            name = receiver.host.partition("%")[0]
+            endpoint = context.wrap_socket(endpoint, server_hostname=name, do_handshake_on_connect=False)
+    except (OSError, UnicodeError) as error:
+        raise _unreachable(receiver, error) from error
+    connection = frames.Connection(endpoint, seconds, str(receiver))
+    try:
+        yield TcpCarrier(connection, receiver, metrics, security.token or "")
+    finally:
+        connection.close()
+
+
+async def _dial(receiver: Address) -> socket.socket:
+    """Return a socket that is connected to the first address of the receiver's that answers."""
+    loop = asyncio.get_running_loop()
+    failed: OSError | None = None
+    for family, kind, protocol, _, place in await loop.getaddrinfo(
+        receiver.host, receiver.port, type=socket.SOCK_STREAM
+    ):
+        with contextlib.ExitStack() as undo:
+            endpoint = undo.enter_context(socket.socket(family, kind, protocol))
+            endpoint.setblocking(False)  # noqa: FBT003
+            try:
+                await loop.sock_connect(endpoint, place)
+            except OSError as error:
+                failed = error
+                continue
+            undo.pop_all()
+            return endpoint
+    raise failed or OSError("no address")
+
+
+def _unreachable(receiver: Address, error: Exception) -> UnavailableError:
+    number = error.errno if isinstance(error, OSError) else None
+    text = (isinstance(error, OSError) and error.strerror) or str(error) or "timed out"
+    advice = reachability.explain_errno(number, receiver.host) if isinstance(error, OSError) else ""
+    return UnavailableError(
+        f"{receiver}: cannot be reached ({text})" + (f"; {advice}" if advice else ""), peer=str(receiver)
+    )
+
+
+class TcpCarrier:
+    """A connection to a plain TCP worker; see ``Carrier``."""
+
+    def __init__(self, connection: frames.Connection, receiver: Address, metrics: SenderMetrics, token: str) -> None:
+        self._connection = connection
+        self._receiver = receiver
+        self._metrics = metrics
+        self._hello = frames.Hello(token, request_id=request_ids.current())
+        self._heard = False
+        self._sent = 0
+        self._received = 0
+
+    async def offer(self, manifest: bytes) -> Offered:
+        """Say who calls, and offer."""
+        answer = await self._blocking(lambda: self._open(manifest))
+        reasons = tuple(Reason(_code(code), *rest) for code, *rest in answer.reasons)
+        return Offered(answer.artifact_id, not reasons, Verdict(reasons), list(answer.missing), answer.committed)
+
+    async def put(self, chunks: Chunks, wanted: list[int]) -> AsyncGenerator[int, None]:
+        """Send chunks in one thread, and read acknowledgements in another."""
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[_Arrived] = asyncio.Queue()
+
+        def post(item: _Arrived) -> None:
+            loop.call_soon_threadsafe(arrived.put_nowait, item)
+
+        threads = [
+            threading.Thread(target=self._send_chunks, args=(chunks, wanted, post), name="kvferry-tcp-send"),
+            threading.Thread(target=self._read_answers, args=(len(wanted), post), name="kvferry-tcp-read"),
+        ]
+        for thread in threads:
+            thread.start()
+        due = len(wanted)
         try:
-            wrapped = context.wrap_socket(endpoint, server_hostname=receiver.host) if context else endpoint
-        except OSError as error:
-            raise UnavailableError(f"{receiver}: TLS handshake failed ({error})", peer=str(receiver)) from error
-        with wrapped:
-            yield frames.Connection(wrapped)
+            while due and (item := await arrived.get()) is not None:
+                if isinstance(item, KvferryError):
+                    raise item
+                due -= 1
+                yield item
+        finally:
+            if due:
+                self._connection.shutdown()
+            for thread in threads:
+                await asyncio.to_thread(thread.join)
 
+    async def commit(self, artifact_id: bytes, account_json: str, seconds: float) -> Receipt:
+        """Ask for publication."""
+        request = frames.Commit(artifact_id, account_json)
+        answer = await self._blocking(lambda: self._ask(request, frames.Committed, seconds))
+        return Receipt(answer.payload_digest, answer.received_bytes, answer.control_bytes)
 
-def _read_offer(stored: Stored, connection: frames.Connection) -> list[int] | None:
-    answer, _ = connection.expect()
-    if not isinstance(answer, frames.Offered) or answer.artifact_id != stored.artifact_id:
-        raise IntegrityError("manifest: the receiver read other bytes than were sent", field="manifest")
-    if answer.reasons:
-        raise refusal(Verdict(tuple(Reason(_code(code), *rest) for code, *rest in answer.reasons)))
-    if answer.committed:
-        return None
-    wanted = [index for start, end in answer.missing for index in range(max(start, 0), min(end, stored.plan.count))]
-    if len(wanted) != sum(end - start for start, end in answer.missing):
-        raise PeerError(f"missing: the receiver asks for chunks that are none of the payload's {stored.plan.count}")
-    return wanted
+    async def _blocking(self, work: Callable[[], _Result]) -> _Result:
+        """Run in a thread, which ends when this is cancelled."""
+        running = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self._connection.shutdown()
+            await asyncio.wait([running])
+            if not running.cancelled():
+                # asyncio would complain that nobody looked at its error.
+                running.exception()
+            raise
+
+    def _open(self, manifest: bytes) -> frames.Offered:
+        self._metrics.sent("manifest", len(manifest))
+        try:
+            self._connection.handshake()
+            self._connection.send(self._hello)
+            return self._ask(frames.Offer(manifest), frames.Offered, body=len(manifest))
+        except TransferError as error:
+            if self._heard:
+                raise
+            text = f"{error.message}; {handshakes.explain_socket(error.message)}"
+            raise UnavailableError(text, peer=str(self._receiver)) from error
+
+    def _ask(
+        self, request: frames.Frame, kind: type[_FrameType], seconds: float | None = None, body: int = 0
+    ) -> _FrameType:
+        # A receiver that hung up may have said why before.
+        with contextlib.suppress(TransferError):
+            self._connection.send(request)
+        self._count_sent(body)
+        return self._expect(kind, seconds)
+
+    def _expect(self, kind: type[_FrameType], seconds: float | None = None) -> _FrameType:
+        try:
+            frame = self._connection.receive(seconds=seconds)
+        finally:
+            self._metrics.received("control", self._connection.received - self._received)
+            self._received = self._connection.received
+        if frame is None:
+            raise TransferError(f"{self._receiver}: the connection ended before the answer that was due")
+        self._heard = True
+        if isinstance(frame, frames.Failed):
+            raise frames.rebuild(frame)
+        if not isinstance(frame, kind):
+            raise PeerError(
+                f"{self._receiver}: {type(frame).__name__} came where {kind.__name__} was due", peer=str(self._receiver)
+            )
+        return frame
+
+    def _send_chunks(self, chunks: Chunks, wanted: list[int], post: Callable[[_Arrived], None]) -> None:
+        try:
+            for index, data in chunks.read(wanted):
+                self._connection.send(frames.Put(chunks.artifact_id, index, memoryview(data)))
+                self._count_sent(len(data))
+        except DeadlineError as error:
+            post(error)
+        except TransferError:
+            # The other thread finds out why, from the receiver's last frame or the lack of it.
+            return
+        if chunks.unreadable is not None:
+            post(None)
+
+    def _read_answers(self, count: int, post: Callable[[_Arrived], None]) -> None:
+        try:
+            for _ in range(count):
+                post(self._expect(frames.Taken).index)
+        except KvferryError as error:
+            post(error)
+
+    def _count_sent(self, body: int) -> None:
+        """Count what went since the last time, less ``body`` bytes that are counted elsewhere, or were to go."""
+        self._metrics.sent("control", max(self._connection.sent - self._sent - body, 0))
+        self._sent = self._connection.sent
 
 
 def _code(name: str) -> ReasonCode:
     return ReasonCode(name) if name in ReasonCode.__members__ else ReasonCode.UNKNOWN_METHOD
-
-
-def _put(
-    stored: Stored,
-    connection: frames.Connection,
-    wanted: list[int],
-    progress: Callable[[int, int], None] | None,
-) -> None:
-    reader = _Acknowledgements(stored, connection, wanted, progress)
-    reader.start()
-    try:
-        for index in wanted:
-            if reader.failed:
-                break
-            connection.send(frames.Put(stored.artifact_id, index, stored.read_chunk(index)))
-    except TransferError:
-        # The receiver may have said why before it hung up; that is the better error.
-        connection.shutdown()
-        reader.finish()
-        raise
-    reader.finish()
-
-
-class _Acknowledgements(threading.Thread):
-    """Reads one acknowledgement a chunk while chunks are still going out."""
-
-    def __init__(
-        self,
-        stored: Stored,
-        connection: frames.Connection,
-        wanted: list[int],
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        super().__init__(name="kvferry-tcp-reader", daemon=True)
-        self._stored = stored
-        self._connection = connection
-        self._pending = set(wanted)
-        self._progress = progress
-        self._error: KvferryError | None = None
-
-    @property
-    def failed(self) -> bool:
-        """Whether no further chunk needs to be sent."""
-        return self._error is not None
-
-    def run(self) -> None:
-        """Read until every chunk is acknowledged or something is wrong."""
-        plan, total = self._stored.plan, self._stored.manifest.payload.length
-        done = total - sum(end - start for start, end in map(plan.range, self._pending))
-        try:
-            while self._pending:
-                answer, _ = self._connection.expect()
-                if not isinstance(answer, frames.Taken) or answer.index not in self._pending:
-                    raise TransferError("chunks: acknowledged without being sent")
-                self._pending.discard(answer.index)
-                start, end = plan.range(answer.index)
-                done += end - start
-                if self._progress is not None:
-                    self._progress(done, total)
-        except KvferryError as error:
-            self._error = error
-
-    def finish(self) -> None:
-        """Wait for the last acknowledgement.
-
-        Raises:
-            KvferryError: what went wrong.
-        """
-        self.join()
-        if self._error is not None:
-            raise self._error

@@ -84,6 +84,13 @@ def test_a_fallback_is_said(ask: Run, daemons: Any, fakes: Any) -> None:
 
     daemons.receiver.script = script
     assert "fell back to fallback_reprefill: ROPE_MISMATCH" in ask("Which?").stderr
+    assert ask("Which?", "--json").stderr == "fell back to fallback_reprefill: ROPE_MISMATCH\n"
+
+
+@pytest.mark.parametrize("words", [[], ["--fallback"]])
+def test_a_fallback_is_allowed_only_when_asked_for(ask: Run, daemons: Any, words: list[str]) -> None:
+    assert ask("Which?", *words).exit_code == 0
+    assert daemons.receiver.requests[0].allow_fallback is bool(words)
 
 
 @pytest.mark.parametrize("words", [[], ["Which?", "--max-tokens", "0"], ["Which?", "--top-p", "0"]])

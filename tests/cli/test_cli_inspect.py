@@ -159,6 +159,20 @@ def test_the_default_stores_are_those_of_the_daemons(
     receiver.close()
 
 
+def test_what_was_put_aside_is_found_with_the_reason(kvferry: Run, store: ArtifactStore) -> None:
+    stored = make(store)
+    store.quarantine(stored.artifact_id, "0.25 nats")
+    found = json.loads(kvferry("inspect", stored.artifact_id.hex(), "--store", str(store.root), "--json").stdout)
+    assert (found["state"], found["problems"]) == ("put aside", ["put aside: 0.25 nats"])
+    other = ArtifactStore(store.root.with_name("other"))
+    made = make(other)
+    other.close()
+    words = ["--store", str(store.root), "--store", str(other.root), "--json"]
+    found = json.loads(kvferry("inspect", stored.artifact_id.hex(), *words).stdout)
+    assert (found["state"], found["path"]) == ("committed", str(made.path / "manifest.msgpack"))
+    assert found["also_in"] == [str(store.root / "quarantine" / made.path.name / "manifest.msgpack")]
+
+
 def test_an_ambiguous_prefix_is_refused(kvferry: Run, store: ArtifactStore) -> None:
     stored = make(store)
     twin = store.root / "artifacts" / (stored.artifact_id.hex()[:20] + "0" * 44)

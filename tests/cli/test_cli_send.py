@@ -73,6 +73,23 @@ def test_json_is_one_line_with_the_whole_report(kvferry: Run, daemons: Any, fake
     assert shown.stderr == ""
 
 
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_a_fallback_is_said(kvferry: Run, daemons: Any, fakes: Any, document: Path, as_json: list[str]) -> None:
+    def script(start: Any, _: Any) -> Any:
+        yield fakes.send_end(start, method="A1", form="text", fallback_reason="refused: ROPE_MISMATCH")
+
+    daemons.sender.script = script
+    where = ["--sender", daemons.address, "--receiver", daemons.address]
+    shown = kvferry("send", str(document), *where, "--fallback", *as_json)
+    assert shown.exit_code == 0
+    assert daemons.sender.start.allow_fallback
+    assert shown.stderr.startswith("fell back to the text (A1): refused: ROPE_MISMATCH\n")
+    if as_json:
+        assert json.loads(shown.stdout)["fallback_reason"] == "refused: ROPE_MISMATCH"
+    kvferry("send", str(document), *where)
+    assert not daemons.sender.start.allow_fallback
+
+
 def test_standard_input_is_a_document(kvferry: Run, daemons: Any) -> None:
     text = "Grüße\r\n".encode()
     shown = kvferry("send", "-", "--sender", daemons.address, "--receiver", daemons.address, stdin=text)
@@ -154,6 +171,7 @@ def test_a_parameter_is_what_it_reads_as(given: str, value: Any) -> None:
         (["n=null"], "null is neither"),
         (["n=[1]"], r"\[1\] is neither"),
         (["text=x"], "text is no parameter"),
+        (["fallback=true"], "fallback is no parameter"),
         (["progress=x"], "progress is no parameter"),
     ],
 )

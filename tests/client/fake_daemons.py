@@ -173,6 +173,7 @@ class FakeReceiver(ReceiverServiceServicer):
 
     def __init__(self) -> None:
         self.held = [ARTIFACT, OTHER]
+        self.put_aside: dict[bytes, str] = {}
         self.requests: list[Any] = []
         self.dropped: list[bytes] = []
         self.begun = threading.Semaphore(0)
@@ -229,6 +230,8 @@ class FakeReceiver(ReceiverServiceServicer):
                     payload_bytes=1000,
                     prefix_tokens=40,
                     committed_at=1.5,
+                    quarantined=self.put_aside.get(artifact_id, ""),
+                    used_at=2.5,
                 )
                 for artifact_id in self.held
             ]

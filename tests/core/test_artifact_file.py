@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core import artifact_file, verification
@@ -196,6 +196,7 @@ def test_bytes_behind_the_end_are_refused(small: tuple[bytes, Path], more: bytes
     assert f"has {len(more)} bytes too many" in refusal(path, data + more).message
 
 
+@settings(derandomize=True, database=None, deadline=None)
 @given(data=st.data())
 def test_every_flipped_bit_is_refused(small: tuple[bytes, Path], data: st.DataObject) -> None:
     whole, path = small

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.errors import TooLargeError
@@ -172,6 +172,7 @@ def test_a_wall_clock_that_jumps_expires_nothing(monkeypatch: pytest.MonkeyPatch
 # Any history
 
 
+@settings(derandomize=True, database=None, deadline=None)
 @given(
     budget=st.integers(1, 60),
     steps=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30), st.booleans()), max_size=30),

@@ -170,7 +170,8 @@ async def test_handlers_of_signals_are_given_back(start: Start) -> None:
 async def test_a_port_in_use_is_one_clear_error(start: Start) -> None:
     async with start(receiver()) as first:
         with pytest.raises(ConfigError, match=f"^listen: {first.address} cannot be bound") as caught:
-            await serving.serve(receiver(str(first.address)), lambda _: [])
+            async with asyncio.timeout(SECONDS):
+                await serving.serve(receiver(str(first.address)), lambda _: [])
         assert caught.value.fields == {"field": "listen"}
         assert await health(first.address, SERVICE) == health_pb2.HealthCheckResponse.SERVING
 
@@ -183,7 +184,8 @@ async def test_a_port_that_another_program_holds_is_refused() -> None:
         other.listen()
         address = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"^listen: {address} cannot be bound"):
-            await serving.serve(receiver(address), lambda _: [])
+            async with asyncio.timeout(SECONDS):
+                await serving.serve(receiver(address), lambda _: [])
 
 
 async def test_a_freed_port_can_be_taken_again_at_once(start: Start) -> None:

@@ -370,6 +370,7 @@ def test_a_sender_makes_anew_what_went_bad_on_its_disk(ferry: Callable[..., Ferr
     mended = pair.client.send(text=DOCUMENT, method="B1")
     assert (mended.artifact_id, mended.reused) == (report.artifact_id, False)
     assert mended.ask(QUESTION, max_tokens=2).ledger.fallback is None
-    # A changed manifest is seen before anything is sent.
-    (own / "manifest.msgpack").write_bytes(b"")
-    assert pair.client.send(text=DOCUMENT, method="B1").reused is False
+    # What can be seen without reading the payload is seen before anything is sent.
+    for name in ("manifest.msgpack", "payload.safetensors"):
+        (own / name).write_bytes(b"")
+        assert pair.client.send(text=DOCUMENT, method="B1").reused is False

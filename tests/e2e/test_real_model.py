@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.engine.model import load
+from kvferry.engine.model import LoadedModel, load
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 

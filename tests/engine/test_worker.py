@@ -159,7 +159,8 @@ async def test_closing_twice_and_before_the_start_is_fine(worker: Worker) -> Non
 async def test_cancelling_the_reader_closes_the_generator(worker: Worker) -> None:
     gate = threading.Event()
     job = Job("a", [], gate=gate)
-    task = asyncio.create_task(consume(worker.stream(job.run())))
+    generator = job.run()
+    task = asyncio.create_task(consume(worker.stream(generator)))
     await asyncio.to_thread(job.entered.wait, SECONDS)
     task.cancel()
     await asyncio.sleep(0)
@@ -175,7 +176,9 @@ async def test_cancelling_the_reader_closes_the_generator(worker: Worker) -> Non
 async def test_a_second_cancel_does_not_leave_the_generator_open(worker: Worker) -> None:
     gate = threading.Event()
     job = Job("a", [], gate=gate)
-    task = asyncio.create_task(consume(worker.stream(job.run())))
+    # Held here, so that only closing it ends it, and not the garbage collector.
+    generator = job.run()
+    task = asyncio.create_task(consume(worker.stream(generator)))
     await asyncio.to_thread(job.entered.wait, SECONDS)
     for _ in range(2):
         task.cancel()
@@ -184,6 +187,7 @@ async def test_a_second_cancel_does_not_leave_the_generator_open(worker: Worker)
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await worker_thread(worker) is job.cleaned_on
+    assert generator.gi_frame is None
 
 
 async def test_a_queued_step_of_a_cancelled_reader_never_runs(worker: Worker) -> None:

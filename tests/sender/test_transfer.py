@@ -530,6 +530,9 @@ async def test_a_bit_that_flipped_on_disk_is_never_delivered(road: Road, stored:
     assert all(road.receiver.sent.count(index) == 1 for index in range(11))
 
 
+PROMPT_SECONDS = 3.0
+
+
 async def test_giving_up_ends_the_call_at_the_receiver(road: Road) -> None:
     reached = asyncio.Event()
 
@@ -540,7 +543,7 @@ async def test_giving_up_ends_the_call_at_the_receiver(road: Road) -> None:
 
     road.receiver.taking = hang
     task = asyncio.create_task(road.drive())
-    async with asyncio.timeout(SECONDS):
+    async with asyncio.timeout(PROMPT_SECONDS):
         await reached.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -550,11 +553,11 @@ async def test_giving_up_ends_the_call_at_the_receiver(road: Road) -> None:
 
 
 async def test_closing_between_two_steps_ends_the_call_at_the_receiver(road: Road) -> None:
-    async with contextlib.aclosing(road.transfer.run()) as steps:
-        async for step in steps:
-            if step.stage == "transfer" and step.done:
-                break
-    async with asyncio.timeout(SECONDS):
+    async with asyncio.timeout(PROMPT_SECONDS):
+        async with contextlib.aclosing(road.transfer.run()) as steps:
+            async for step in steps:
+                if step.stage == "transfer" and step.done:
+                    break
         await road.receiver.closed_puts.wait()
     assert road.receiver.accounts == []
 

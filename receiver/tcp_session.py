@@ -1,0 +1,149 @@
+"""One connection of the plain TCP worker: who calls, then Offer, Put and Commit, every byte that crosses counted."""
+
+from __future__ import annotations
+
+import contextlib
+
+import structlog
+
+from kvferry.core import frames, request_ids
+from kvferry.core.admission import Admission
+from kvferry.core.errors import InvalidRequestError, KvferryError
+from kvferry.core.metrics import ReceiverMetrics
+from kvferry.core.tokens import Token
+from kvferry.core.wire import check_digest
+from kvferry.receiver.intake import Intake, Judgement
+
+METHOD = "tcp"
+"""What logs and metrics call a connection, where they name a gRPC method otherwise."""
+
+IDLE_SECONDS = 60.0
+# After an error the peer may be in the middle of a chunk; hung up on at once, it would not read why.
+_LAST_WORDS_SECONDS = 2.0
+_LAST_WORDS_BYTES = 16 * frames.MAX_FRAME_BYTES
+
+
+class Session:
+    """Frames in, frames out, in order.
+
+    Attributes:
+        admitted: whether the caller is known and has a place.
+    """
+
+    def __init__(
+        self, connection: frames.Connection, intake: Intake, metrics: ReceiverMetrics, admission: Admission
+    ) -> None:
+        self._connection = connection
+        self._intake = intake
+        self._metrics = metrics
+        self._admission = admission
+        self._caller: Token | None = None
+        self._charged: bytes | None = None
+        self._received = 0
+        self._sent = 0
+        self.admitted = False
+
+    def run(self) -> None:
+        """Serve until the peer ends the stream between frames.
+
+        Raises:
+            KvferryError: when anything else ends the connection; the peer has been told.
+        """
+        try:
+            if self._greet():
+                with self._admission.limits.running(self._caller):
+                    self._serve()
+        except KvferryError as error:
+            with contextlib.suppress(KvferryError):
+                self._connection.seconds = _LAST_WORDS_SECONDS
+                self._connection.send(frames.failure(error))
+                self._connection.drain(_LAST_WORDS_SECONDS, _LAST_WORDS_BYTES)
+            raise
+        finally:
+            self._settle()
+
+    def _greet(self) -> bool:
+        """Find out who calls; False when nobody says a word."""
+        frame = self._connection.receive(frames.MAX_HELLO_BYTES)
+        if frame is None:
+            return False
+        if not isinstance(frame, frames.Hello):
+            raise InvalidRequestError(f"hello: must come first, not {type(frame).__name__}", field="hello")
+        request_ids.adopt([(request_ids.HEADER, frame.request_id)])
+        if frame.version != frames.VERSION:
+            raise InvalidRequestError(
+                f"hello: version {frame.version}, this receiver speaks {frames.VERSION}",
+                field="version",
+                value=frame.version,
+                expected=frames.VERSION,
+            )
+        self._caller = self._admission.authenticate(frame.token)
+        if self._caller is not None:
+            structlog.contextvars.bind_contextvars(token=self._caller.name)
+        return True
+
+    def _serve(self) -> None:
+        self.admitted = True
+        self._connection.seconds = IDLE_SECONDS
+        while (frame := self._connection.receive()) is not None:
+            if isinstance(frame, frames.Put):
+                self._put(frame)
+            elif isinstance(frame, frames.Offer):
+                self._offer(frame)
+            elif isinstance(frame, frames.Commit):
+                self._commit(frame)
+            else:
+                raise InvalidRequestError(f"frame: {type(frame).__name__} is not a request", field="frame")
+
+    def _offer(self, frame: frames.Offer) -> None:
+        self._metrics.received("manifest", len(frame.manifest))
+        control = self._crossed(len(frame.manifest))
+        judgement = self._intake.offer(frame.manifest, self._caller)
+        if judgement.verdict.accepted and not judgement.committed:
+            self._charged = judgement.artifact_id
+            self._intake.charge_offer(judgement.artifact_id, len(frame.manifest), control)
+        self._connection.send(_offered(judgement))
+
+    def _put(self, frame: frames.Put) -> None:
+        control = self._crossed(len(frame.data))
+        self._charged = check_digest(frame.artifact_id, "artifact_id")
+        self._intake.put(self._charged, frame.index, frame.data, control)
+        self._connection.send(frames.Taken(frame.index))
+
+    def _commit(self, frame: frames.Commit) -> None:
+        artifact_id = check_digest(frame.artifact_id, "artifact_id")
+        stored = self._intake.commit(artifact_id, frame.account_json, self._crossed(0))
+        self._charged = None
+        traffic = stored.record.traffic
+        self._connection.send(
+            frames.Committed(
+                stored.artifact_id,
+                stored.manifest.payload.digest,
+                traffic.received_bytes if traffic else 0,
+                traffic.control_bytes if traffic else 0,
+            )
+        )
+
+    def _crossed(self, body: int) -> int:
+        """Count what crossed since the last time, less ``body`` bytes of manifest or payload, and return it."""
+        received = self._connection.received - self._received - body
+        sent = self._connection.sent - self._sent
+        self._received, self._sent = self._connection.received, self._connection.sent
+        self._metrics.received("control", received)
+        self._metrics.sent("control", sent)
+        return received + sent
+
+    def _settle(self) -> None:
+        """Charge what crossed after the last request: its answer, a frame that was cut off, an error."""
+        control = self._crossed(0)
+        if self._charged is not None and control:
+            # Nothing is left to charge when the artifact was dropped meanwhile.
+            with contextlib.suppress(KvferryError):
+                self._intake.charge(self._charged, 0, control)
+
+
+def _offered(judgement: Judgement) -> frames.Offered:
+    reasons = tuple(
+        (reason.code.value, reason.field, reason.artifact, reason.receiver) for reason in judgement.verdict.reasons
+    )
+    return frames.Offered(judgement.artifact_id, reasons, judgement.missing, judgement.committed)
