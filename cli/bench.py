@@ -11,7 +11,10 @@ from kvferry.cli import output
 
 @click.group()
 def command() -> None:
-    """Measure on this machine; every figure is a ratio to a floor in the same run."""
+    """Measure how fast artifacts move and how soon the first token comes.
+
+    Every figure is a ratio to a floor that is measured in the same run.
+    """
 
 
 @command.command()

@@ -14,6 +14,8 @@ _MIN_PING_INTERVAL_MS = 10_000
 HANDSHAKE_MS = 10_000
 IDLE_MS = 60_000
 MAX_CONNECTIONS = 2_000
+_FIRST_RECONNECT_MS = 200
+_LONGEST_RECONNECT_MS = 2_000
 _MAX_STREAMS = 128
 _PLAINTEXT = PeerSecurity()
 
@@ -21,7 +23,7 @@ Options = list[tuple[str, int]]
 
 
 def channel_options() -> Options:
-    """Options of every channel: explicit limits, keepalive, and no proxy between peers."""
+    """Options of every channel: explicit limits, keepalive, quick reconnection, and no proxy between peers."""
     return [
         ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
@@ -29,6 +31,11 @@ def channel_options() -> Options:
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.enable_http_proxy", 0),
+        # A peer that is started again is found soon; by default a channel waits up to two minutes between two looks.
+        ("grpc.initial_reconnect_backoff_ms", _FIRST_RECONNECT_MS),
+        ("grpc.max_reconnect_backoff_ms", _LONGEST_RECONNECT_MS),
+        # And no new channel inherits the wait of an older one to the same peer.
+        ("grpc.use_local_subchannel_pool", 1),
     ]
 
 

@@ -8,6 +8,7 @@ answer that is due, is an error. docs/wire.md has the layout.
 
 from __future__ import annotations
 
+import collections
 import socket
 import struct
 import time
@@ -57,7 +58,7 @@ class Offered(msgspec.Struct, frozen=True, array_like=True, tag=2, forbid_unknow
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, tag=3, forbid_unknown_fields=True):
-    """One chunk. ``data`` of a received frame is a view that the next one overwrites."""
+    """One chunk. ``data`` of a received frame is a view of a buffer that is used again, see ``Connection``."""
 
     artifact_id: bytes
     index: Index
@@ -95,6 +96,8 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=7, forbid_unknown
 
 
 Frame = Hello | Offer | Offered | Put | Taken | Commit | Committed | Failed
+# Made once: looking the types up takes longer than reading a frame.
+_DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
 def encode(frame: Frame) -> bytes:
@@ -114,7 +117,7 @@ def decode(body: bytes | bytearray | memoryview) -> Frame:
         TransferError: when it is not exactly one known frame.
     """
     try:
-        return msgspec.msgpack.decode(body, type=Frame)
+        return _DECODER.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TransferError(f"frame: {error}") from error
 
@@ -140,18 +143,26 @@ class Connection:
         seconds: how long a frame may take to come, from the moment it is waited for, and to go.
     """
 
-    def __init__(self, endpoint: socket.socket, seconds: float = DEFAULT_SECONDS, peer: str = "connection") -> None:
+    def __init__(
+        self,
+        endpoint: socket.socket,
+        seconds: float = DEFAULT_SECONDS,
+        *,
+        peer: str = "connection",
+        buffers: int = 1,
+    ) -> None:
         """Take over a socket.
 
         Args:
             endpoint: connected; a ``ssl.SSLSocket`` without its handshake.
             seconds: see the class.
             peer: what errors call the other end.
+            buffers: a chunk's data stays as it is until so many frames have come after it.
         """
         self._stream = Stream(endpoint)
         self._peer = peer
         self._length = bytearray(_LENGTH.size)
-        self._body = bytearray()
+        self._bodies = collections.deque(bytearray() for _ in range(buffers))
         self.seconds = seconds
 
     @property
@@ -210,15 +221,6 @@ class Connection:
         except OSError as error:
             raise self._broken(error) from error
 
-    def expect(self, seconds: float | None = None) -> Frame:
-        """Return the next frame; an end of stream is an error, and an error of the peer is raised."""
-        frame = self.receive(seconds=seconds)
-        if frame is None:
-            raise TransferError(f"{self._peer}: the connection ended before the answer that was due")
-        if isinstance(frame, Failed):
-            raise rebuild(frame)
-        return frame
-
     def drain(self, seconds: float, limit: int) -> None:
         """Say that nothing more will be sent, and let the peer read what was: then take what it still sends."""
         deadline, until = time.monotonic() + seconds, self.received + limit
@@ -243,9 +245,11 @@ class Connection:
             return None
         (length,) = _LENGTH.unpack(self._length)
         _check_length(length, limit)
-        if length > len(self._body):
-            self._body = bytearray(length)
-        view = memoryview(self._body)[:length]
+        # Memory that was just used is quicker to fill than new memory.
+        self._bodies.rotate()
+        if length > len(self._bodies[0]):
+            self._bodies[0] = bytearray(length)
+        view = memoryview(self._bodies[0])[:length]
         self._fill(view, deadline, at_edge=False)
         return decode(view)
 

@@ -6,6 +6,7 @@ It catches what no digest can: another kernel, another back end, a wrong rebuild
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ from kvferry.core.files import write_atomic
 from kvferry.core.ledger import ParityFigures
 from kvferry.core.manifest import Parity
 from kvferry.core.stored import Stored
+from kvferry.engine.backend import runtime_versions
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.model import LoadedModel
 
@@ -25,12 +27,26 @@ _FILE = "parity.json"
 FLOOR = {"F32": 1e-4, "F16": 1e-2, "BF16": 5e-2}
 
 
+class _Note(msgspec.Struct, frozen=True):
+    """Figures, and what they were measured on: another MLX or device is another node."""
+
+    figures: ParityFigures
+    runtime: tuple[str, str]
+
+
+@functools.cache
+def _runtime() -> tuple[str, str]:
+    versions = runtime_versions()
+    return versions["mlx"], versions["device"]
+
+
 def measured(stored: Stored) -> ParityFigures | None:
     """Return what this node found for an artifact before, if anything."""
     try:
-        return msgspec.json.decode((stored.path / _FILE).read_bytes(), type=ParityFigures)
+        note = msgspec.json.decode((stored.path / _FILE).read_bytes(), type=_Note)
     except (OSError, msgspec.MsgspecError):
         return None
+    return note.figures if note.runtime == _runtime() else None
 
 
 def check(model: LoadedModel, cache: PrefixCache, stored: Stored) -> ParityFigures | None:
@@ -84,4 +100,4 @@ def _with_rest(
 def _remember(path: Path, figures: ParityFigures) -> None:
     # The note only saves a forward pass next time.
     with contextlib.suppress(OSError):
-        write_atomic(path, msgspec.json.encode(figures))
+        write_atomic(path, msgspec.json.encode(_Note(figures, _runtime())))

@@ -17,10 +17,11 @@ from kvferry.core.errors import (
     KvferryError,
     NotFoundError,
     QuarantinedError,
+    StoreError,
     TooLargeError,
     TransferError,
 )
-from kvferry.core.ledger import to_json
+from kvferry.core.ledger import Ledger, to_json
 from kvferry.core.metrics import ReceiverMetrics
 from kvferry.core.store import ArtifactStore
 from kvferry.core.stored import Stored
@@ -88,7 +89,7 @@ class ReceiverServicer(IntakeServicer):
             if stream.result is None:
                 raise TransferError("answer: stopped before its end")
             answer, ledger = stream.result
-            await asyncio.to_thread(self._parts.ledger.append, ledger)
+            await asyncio.to_thread(self._note, ledger)
             self._metrics.answered(ledger)
             end = pb.AnswerEnd(
                 text=answer.text,
@@ -117,6 +118,13 @@ class ReceiverServicer(IntakeServicer):
             self._metrics.dropped()
             self._log.info("dropped", artifact=artifact_id.hex())
         return pb.DropResponse()
+
+    def _note(self, ledger: Ledger) -> None:
+        """Append to the ledger. The asker has the account as well, and shall not lose a whole answer to a full disk."""
+        try:
+            self._parts.ledger.append(ledger)
+        except StoreError as error:
+            self._log.error("answer not in the ledger", reason=error.message)
 
     def _list(self) -> Iterator[pb.ArtifactSummary]:
         store = self._parts.store

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import structlog
 
@@ -18,6 +20,11 @@ METHOD = "tcp"
 """What logs and metrics call a connection, where they name a gRPC method otherwise."""
 
 IDLE_SECONDS = 60.0
+# Chunks that wait to be written while the next one is being received.
+_AHEAD = 2
+BUFFERS = _AHEAD + 1
+"""A session's connection must keep the data of so many frames."""
+
 # After an error the peer may be in the middle of a chunk; hung up on at once, it would not read why.
 _LAST_WORDS_SECONDS = 2.0
 _LAST_WORDS_BYTES = 16 * frames.MAX_FRAME_BYTES
@@ -37,7 +44,10 @@ class Session:
         self._intake = intake
         self._metrics = metrics
         self._admission = admission
+        self._writer = ThreadPoolExecutor(1, "kvferry-tcp-writer")
+        self._writing: collections.deque[Future[None]] = collections.deque()
         self._caller: Token | None = None
+        self._failure: KvferryError | None = None
         self._charged: bytes | None = None
         self._received = 0
         self._sent = 0
@@ -50,15 +60,15 @@ class Session:
             KvferryError: when anything else ends the connection; the peer has been told.
         """
         try:
-            if self._greet():
-                with self._admission.limits.running(self._caller):
-                    self._serve()
+            with self._writer:
+                if self._greet():
+                    with self._admission.limits.running(self._caller):
+                        self._serve()
         except KvferryError as error:
-            with contextlib.suppress(KvferryError):
-                self._connection.seconds = _LAST_WORDS_SECONDS
-                self._connection.send(frames.failure(error))
-                self._connection.drain(_LAST_WORDS_SECONDS, _LAST_WORDS_BYTES)
-            raise
+            self._fail(error)
+            self._connection.drain(_LAST_WORDS_SECONDS, _LAST_WORDS_BYTES)
+            # What a chunk was refused for counts for more than how the connection ended after that.
+            raise (self._failure or error) from None
         finally:
             self._settle()
 
@@ -88,7 +98,9 @@ class Session:
         while (frame := self._connection.receive()) is not None:
             if isinstance(frame, frames.Put):
                 self._put(frame)
-            elif isinstance(frame, frames.Offer):
+                continue
+            self._await_writer(0)
+            if isinstance(frame, frames.Offer):
                 self._offer(frame)
             elif isinstance(frame, frames.Commit):
                 self._commit(frame)
@@ -107,8 +119,33 @@ class Session:
     def _put(self, frame: frames.Put) -> None:
         control = self._crossed(len(frame.data))
         self._charged = check_digest(frame.artifact_id, "artifact_id")
-        self._intake.put(self._charged, frame.index, frame.data, control)
-        self._connection.send(frames.Taken(frame.index))
+        self._writing.append(self._writer.submit(self._write, frame, control))
+        self._await_writer(_AHEAD)
+
+    def _write(self, frame: frames.Put, control: int) -> None:
+        if self._failure is not None:
+            return
+        try:
+            self._intake.put(frame.artifact_id, frame.index, frame.data, control)
+            self._connection.send(frames.Taken(frame.index))
+        except KvferryError as error:
+            # At once: the thread that reads may wait for a frame that only comes when the peer knows.
+            self._fail(error)
+
+    def _await_writer(self, left: int) -> None:
+        """Wait until so many chunks are left to write."""
+        while len(self._writing) > left:
+            self._writing.popleft().result()
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail(self, error: KvferryError) -> None:
+        """Tell the peer why this is the end, once."""
+        if self._failure is None:
+            self._failure = error
+            with contextlib.suppress(KvferryError):
+                self._connection.seconds = _LAST_WORDS_SECONDS
+                self._connection.send(frames.failure(error))
 
     def _commit(self, frame: frames.Commit) -> None:
         artifact_id = check_digest(frame.artifact_id, "artifact_id")

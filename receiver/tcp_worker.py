@@ -1,7 +1,6 @@
 """The plain TCP worker: the same intake behind length-prefixed frames. It is what gRPC is compared with.
 
-Each connection has a thread. That thread reads a chunk, verifies it, writes it and acknowledges it, one after the
-other: meanwhile the system goes on receiving, and the buffer of the chunk stays in the processor's cache.
+Each connection has a thread that reads frames, and one that verifies, writes and acknowledges chunks.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from kvferry.core.errors import BusyError, ConfigError, KvferryError, TransferEr
 from kvferry.core.logs import logger
 from kvferry.core.metrics import ReceiverMetrics
 from kvferry.receiver.intake import Intake
-from kvferry.receiver.tcp_session import METHOD, Session
+from kvferry.receiver.tcp_session import BUFFERS, METHOD, Session
 
 MAX_CONNECTIONS = 256
 GREETING_SECONDS = 10.0
@@ -136,7 +135,7 @@ class TcpWorker:
 
     def _run(self, endpoint: socket.socket, peer: str) -> None:
         try:
-            with endpoint, self._tracked(frames.Connection(self._secured(endpoint), GREETING_SECONDS)) as connection:
+            with endpoint, self._tracked(self._connection(endpoint)) as connection:
                 connection.handshake()
                 self._serve(connection, peer)
         except KvferryError as error:
@@ -145,14 +144,14 @@ class TcpWorker:
             with self._lock:
                 self._threads.discard(threading.current_thread())
 
-    def _secured(self, endpoint: socket.socket) -> socket.socket:
-        if self._context is None:
-            return endpoint
-        try:
-            # The handshake may take its time, and must end when the worker does.
-            return self._context.wrap_socket(endpoint, server_side=True, do_handshake_on_connect=False)
-        except OSError as error:
-            raise TransferError(f"tcp: gone before the TLS handshake ({error})") from error
+    def _connection(self, endpoint: socket.socket) -> frames.Connection:
+        if self._context is not None:
+            try:
+                # The handshake may take its time, and must end when the worker does.
+                endpoint = self._context.wrap_socket(endpoint, server_side=True, do_handshake_on_connect=False)
+            except OSError as error:
+                raise TransferError(f"tcp: gone before the TLS handshake ({error})") from error
+        return frames.Connection(endpoint, GREETING_SECONDS, buffers=BUFFERS)
 
     @contextlib.contextmanager
     def _tracked(self, connection: frames.Connection) -> Iterator[frames.Connection]:

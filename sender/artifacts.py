@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import msgpack
 import msgspec
 
 from kvferry.core.digests import digest
-from kvferry.core.errors import NotFoundError
+from kvferry.core.errors import NotFoundError, StoreError
 from kvferry.core.files import write_atomic
 from kvferry.core.ledger import SenderAccount
 from kvferry.core.manifest import (
@@ -59,7 +60,10 @@ class ArtifactMaker:
         self._chunk_bytes = chunk_bytes
         self._runtime = Runtime(versions["kvferry"], versions["mlx"], versions["mlx_lm"], versions["device"])
         self._memo = store.root / "made"
-        self._memo.mkdir(exist_ok=True)
+        try:
+            self._memo.mkdir(exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"store {store.root}: {error.strerror}", path=str(store.root)) from error
 
     def make(
         self, method: Method[Any], reading: Reading, parameters: msgspec.Struct, fallback_for: str = ""
@@ -96,7 +100,9 @@ class ArtifactMaker:
             encode_ms=encode_ms,
             transfer_ms=0.0,
         )
-        write_atomic(memo, msgspec.json.encode({"artifact": stored.artifact_id.hex(), "account": account}))
+        # The note only saves making it again.
+        with contextlib.suppress(OSError):
+            write_atomic(memo, msgspec.json.encode({"artifact": stored.artifact_id.hex(), "account": account}))
         yield Progress("encode", 1, 1)
         return Artifact(stored, account, reused=False)
 
@@ -108,7 +114,7 @@ class ArtifactMaker:
             if not self._store.holds(artifact_id):
                 return None
             return Artifact(self._store.get(artifact_id), entry.account, reused=True)
-        except (FileNotFoundError, NotFoundError, msgspec.MsgspecError, ValueError):
+        except (OSError, NotFoundError, msgspec.MsgspecError, ValueError):
             return None
 
     def _request_key(self, request: _Request) -> bytes:

@@ -8,8 +8,7 @@ from typing import Protocol
 
 from kvferry.core.compat import Verdict
 from kvferry.core.errors import StoreError
-from kvferry.core.metrics import SenderMetrics
-from kvferry.core.stored import Stored
+from kvferry.core.payloads import Carriable
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,16 @@ class Receipt:
     control_bytes: int
 
 
+class Counting(Protocol):
+    """Counts what crosses, by kind: a daemon's metrics, or nothing at all."""
+
+    def sent(self, kind: str, count: int) -> None:
+        """Count bytes that went out."""
+
+    def received(self, kind: str, count: int) -> None:
+        """Count bytes that came in."""
+
+
 class Chunks:
     """The chunks of one transfer on their way out, counted. Its attempts share it.
 
@@ -39,7 +48,7 @@ class Chunks:
         unreadable: why the last chunk that was asked for could not be read.
     """
 
-    def __init__(self, stored: Stored, metrics: SenderMetrics) -> None:
+    def __init__(self, stored: Carriable, metrics: Counting) -> None:
         self._stored = stored
         self._metrics = metrics
         self._tried: set[int] = set()

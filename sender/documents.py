@@ -22,14 +22,14 @@ class DocumentStore:
             raise StoreError(f"store {root}: {error.strerror}", path=str(root)) from error
 
     def keep(self, text: bytes) -> None:
-        """Store a text once.
+        """Store a text once; a damaged copy is mended.
 
         Raises:
             StoreError: when the disk refuses.
         """
         path = self._root / f"{digest(text).hex()}.txt"
         try:
-            if not path.exists():
+            if not path.exists() or path.read_bytes() != text:
                 write_atomic(path, text)
         except OSError as error:
             raise StoreError(f"store {self._root}: {error.strerror}", path=str(self._root)) from error

@@ -7,17 +7,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 
 from kvferry.core import channel, put_messages, request_ids, rpc, wire
 from kvferry.core.addresses import Address
-from kvferry.core.metrics import SenderMetrics
 from kvferry.core.tls import PeerSecurity
 from kvferry.proto.v1 import receiver_service_pb2 as pb
 from kvferry.proto.v1 import receiver_service_pb2_grpc as pb_grpc
-from kvferry.sender.carrier import Chunks, Offered, Receipt
+from kvferry.sender.carrier import Chunks, Counting, Offered, Receipt
 from kvferry.sender.put_call import acknowledgements
 
 
 @contextlib.asynccontextmanager
 async def connected(
-    receiver: Address, security: PeerSecurity, seconds: float, metrics: SenderMetrics
+    receiver: Address, security: PeerSecurity, seconds: float, metrics: Counting
 ) -> AsyncIterator[GrpcCarrier]:
     """Open a channel for the block; gRPC connects at the first call.
 
@@ -43,7 +42,7 @@ class GrpcCarrier:
         receiver: Address,
         security: PeerSecurity,
         seconds: float,
-        metrics: SenderMetrics,
+        metrics: Counting,
     ) -> None:
         self._stub = stub
         self._receiver = receiver

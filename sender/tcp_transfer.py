@@ -16,9 +16,8 @@ from kvferry.core import channel, frames, handshakes, reachability, request_ids,
 from kvferry.core.addresses import Address
 from kvferry.core.compat import Reason, ReasonCode, Verdict
 from kvferry.core.errors import DeadlineError, KvferryError, PeerError, TransferError, UnavailableError
-from kvferry.core.metrics import SenderMetrics
 from kvferry.core.tls import PeerSecurity
-from kvferry.sender.carrier import Chunks, Offered, Receipt
+from kvferry.sender.carrier import Chunks, Counting, Offered, Receipt
 
 _Result = TypeVar("_Result")
 _FrameType = TypeVar("_FrameType", bound=frames.Frame)
@@ -27,7 +26,7 @@ _Arrived = int | KvferryError | None
 
 @contextlib.asynccontextmanager
 async def connected(
-    receiver: Address, security: PeerSecurity, seconds: float, metrics: SenderMetrics
+    receiver: Address, security: PeerSecurity, seconds: float, metrics: Counting
 ) -> AsyncIterator[TcpCarrier]:
     """Connect for the block.
 
@@ -51,7 +50,7 @@ async def connected(
             endpoint = context.wrap_socket(endpoint, server_hostname=name, do_handshake_on_connect=False)
     except (OSError, UnicodeError) as error:
         raise _unreachable(receiver, error) from error
-    connection = frames.Connection(endpoint, seconds, str(receiver))
+    connection = frames.Connection(endpoint, seconds, peer=str(receiver))
     try:
         yield TcpCarrier(connection, receiver, metrics, security.token or "")
     finally:
@@ -90,7 +89,7 @@ def _unreachable(receiver: Address, error: Exception) -> UnavailableError:
 class TcpCarrier:
     """A connection to a plain TCP worker; see ``Carrier``."""
 
-    def __init__(self, connection: frames.Connection, receiver: Address, metrics: SenderMetrics, token: str) -> None:
+    def __init__(self, connection: frames.Connection, receiver: Address, metrics: Counting, token: str) -> None:
         self._connection = connection
         self._receiver = receiver
         self._metrics = metrics

@@ -25,12 +25,11 @@ from kvferry.core.errors import (
     TransferError,
 )
 from kvferry.core.ledger import SenderAccount, Traffic, to_json
-from kvferry.core.metrics import SenderMetrics
+from kvferry.core.payloads import Carriable
 from kvferry.core.progress import Progress
-from kvferry.core.stored import Stored
 from kvferry.core.tls import PeerSecurity
 from kvferry.sender import grpc_transfer, tcp_transfer
-from kvferry.sender.carrier import Carrier, Chunks
+from kvferry.sender.carrier import Carrier, Chunks, Counting
 
 ATTEMPTS = 4
 _FIRST_PAUSE_SECONDS = 0.2
@@ -54,11 +53,11 @@ class Transfer:
 
     def __init__(
         self,
-        stored: Stored,
+        stored: Carriable,
         account: SenderAccount,
         receiver: Address,
         rpc_seconds: float,
-        metrics: SenderMetrics,
+        metrics: Counting,
         *,
         security: PeerSecurity = _PLAINTEXT,
     ) -> None:

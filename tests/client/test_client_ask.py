@@ -186,7 +186,7 @@ def test_another_thread_may_cancel(daemons: Any, fakes: Any) -> None:
 class TestReferences:
     def test_a_list_entry(self, kv: Any, daemons: Any, fakes: Any) -> None:
         first, second = kv.artifacts()
-        assert first == Artifact(fakes.ARTIFACT.hex(), "B1", "kv", 1000, 40, 1.5)
+        assert first == Artifact(fakes.ARTIFACT.hex(), "B1", "kv", 1000, 40, 1.5, 2.5, None)
         kv.ask(second, "Which?")
         assert daemons.receiver.requests[-1].artifact_id == fakes.OTHER
 

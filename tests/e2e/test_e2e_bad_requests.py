@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from kvferry.core import errors, limits
 from kvferry.core.digests import digest
 from kvferry.proto.v1 import sender_service_pb2 as pb
+from kvferry.sender import service
 
 DOCUMENT = "The access code of the north warehouse is 4417. "
 QUESTION = "What is the access code?"
@@ -141,6 +143,25 @@ def test_an_upload_in_single_bytes_is_an_upload(both: Any, pair: Any) -> None:
     pieces = [pb.SendRequest(text=bytes([byte])) for byte in text]
     sent = uploaded(both, start(text, receiver=pair.receiver), *pieces, pb.SendRequest(text=b""))
     assert both.ask(sent.artifact_id, QUESTION, 2).ids
+
+
+def test_an_upload_that_falls_silent_is_given_up(
+    here: Callable[..., Any],
+    peers: Callable[..., Any],
+    tiny_model_dir: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service, "_UPLOAD_IDLE_SECONDS", 0.3)
+    driver, over = peers(here("sender", tiny_model_dir()).address), threading.Event()
+
+    def frozen() -> Iterator[pb.SendRequest]:
+        yield start(b"abc")
+        yield pb.SendRequest(text=b"a")
+        over.wait(30)
+
+    with pytest.raises(errors.TransferError, match=r"^document: nothing came for 0\.3 s"):
+        driver.finish_send(driver.sending.Send(frozen()))
+    over.set()
 
 
 def test_a_receiver_that_is_down(both: Any) -> None:

@@ -14,6 +14,7 @@ from kvferry.core import errors, limits
 from kvferry.core.store import Stored
 from kvferry.engine.model import LoadedModel
 from kvferry.proto.v1 import receiver_service_pb2 as pb
+from kvferry.receiver import intake_service
 
 DOCUMENT = "The access code of the north warehouse is 4417. Who keeps the keys? "
 QUESTION = "What is the access code?"
@@ -170,6 +171,21 @@ def test_a_stream_that_is_torn_keeps_what_was_acknowledged(receiver: Receiver) -
     assert receiver.missing() == list(range(10, receiver.count))
     assert receiver.invisible()
     assert receiver.finish().received_bytes == receiver.stored.manifest.payload.length
+
+
+def test_a_sender_that_falls_silent_is_given_up(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake_service, "_PUT_IDLE_SECONDS", 0.3)
+    over = threading.Event()
+
+    def frozen() -> Iterator[pb.PutRequest]:
+        yield from receiver.chunks(0, 1)
+        over.wait(30)
+
+    with pytest.raises(errors.TransferError, match=r"nothing came for 0\.3 s") as caught:
+        receiver.driver.put(frozen())
+    over.set()
+    assert caught.value.acknowledged == [0, 1]  # type: ignore[attr-defined]
+    receiver.finish()
 
 
 def test_a_stream_that_carries_nothing_changes_nothing(receiver: Receiver) -> None:

@@ -54,7 +54,8 @@ def compressed(data: bytes, level: int, *, sized: bool, checksum: bool) -> bytes
     return zstandard.ZstdCompressor(level=level, write_checksum=checksum, write_content_size=sized).compress(data)
 
 
-contents = st.binary(max_size=300) | st.sampled_from((b"", TEXT, bytes(8 * MIB)))
+ZEROS = bytes(8 * MIB)
+contents = st.binary(max_size=300) | st.sampled_from((b"", TEXT, ZEROS))
 true_frames = st.builds(compressed, contents, st.integers(1, 9), sized=st.booleans(), checksum=st.booleans())
 handmade = st.builds(
     lambda flags, size, rest: zstandard.FRAME_HEADER + bytes([flags]) + struct.pack("<Q", size) + rest,

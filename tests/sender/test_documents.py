@@ -117,3 +117,12 @@ def test_a_span_is_a_slice_of_the_text(store: DocumentStore, text: str, data: st
     start = data.draw(st.integers(0, len(text)))
     end = data.draw(st.integers(start, len(text)))
     assert store.spans(keep(store, text), [(start, end)]) == [text[start:end]]
+
+
+def test_reading_a_document_again_mends_a_damaged_copy(store: DocumentStore, tmp_path: Path) -> None:
+    document = keep(store, TEXT)
+    (tmp_path / "documents" / f"{document.hex()}.txt").write_bytes(b"cut")
+    with pytest.raises(StoreError):
+        store.spans(document, [(0, 3)])
+    keep(store, TEXT)
+    assert store.spans(document, [(0, 3)]) == ["Tür"]

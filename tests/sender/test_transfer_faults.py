@@ -1,0 +1,254 @@
+"""A receiver that is silent, fails or lies, and a payload that is damaged: given up in time, with the true reason."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from kvferry.core import addresses, errors, rpc, wire
+from kvferry.core.store import Stored
+from kvferry.proto.v1 import receiver_service_pb2 as pb
+from kvferry.sender import transfer
+from kvferry.sender.transfer import ATTEMPTS
+
+PROMPT_SECONDS = 3.0
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_FIRST_PAUSE_SECONDS", 0.001)
+
+
+async def for_ever(*_: object) -> None:
+    await asyncio.sleep(3600)
+
+
+@pytest.mark.parametrize("stage", ["offering", "taking", "committing"])
+async def test_a_receiver_that_never_answers_is_given_up_in_time(road: Any, stage: str) -> None:
+    road.hasty()
+    setattr(road.receiver, stage, for_ever)
+    start = time.perf_counter()
+    with pytest.raises(errors.DeadlineError, match="Offer|acknowledgement|Commit"):
+        await road.drive()
+    # Four attempts of 0.15 s with pauses of milliseconds.
+    assert 4 * 0.15 <= time.perf_counter() - start < 5
+    assert road.receiver.offers == ATTEMPTS
+    assert not road.receiver.committed
+
+
+async def test_a_receiver_that_stalls_once_is_asked_again(road: Any, stored: Stored) -> None:
+    road.hasty(0.5)
+
+    async def stall_once(_: Any, number: int, index: int) -> None:
+        if (number, index) == (1, 5):
+            await asyncio.sleep(3600)
+
+    road.receiver.taking = stall_once
+    await road.drive()
+    assert road.receiver.puts[1][0] == 5
+    assert road.arrived() == stored.payload_path.read_bytes()
+
+
+async def test_each_acknowledgement_starts_the_clock_anew(road: Any) -> None:
+    road.hasty(0.4)
+
+    async def slowly(*_: object) -> None:
+        await asyncio.sleep(0.012)
+
+    road.receiver.taking = slowly
+    start = time.perf_counter()
+    await road.drive()
+    assert time.perf_counter() - start > 0.4
+    assert road.receiver.offers == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.IntegrityError("chunk 3: digest 00…, expected 11…", chunk=3),
+        errors.TransferError("chunks: nothing came"),
+        errors.UnavailableError("away"),
+        errors.DeadlineError("late"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_what_may_pass_is_tried_again_a_few_times(road: Any, error: errors.KvferryError) -> None:
+    async def fail(context: Any, _: int, index: int) -> None:
+        if index == 3:
+            await rpc.abort(context, error)
+
+    road.receiver.taking = fail
+    with pytest.raises(type(error)) as caught:
+        await road.drive()
+    assert caught.value.message == error.message
+    assert len(road.receiver.puts) == road.receiver.offers == ATTEMPTS
+    assert road.receiver.accounts == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.ContainerError("chunk 3: 5 bytes, expected 1024"),
+        errors.TooLargeError("much"),
+        errors.ManifestError("no"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_what_cannot_pass_is_not_tried_again(road: Any, error: errors.KvferryError) -> None:
+    async def fail(context: Any, *_: object) -> None:
+        await rpc.abort(context, error)
+
+    road.receiver.taking = fail
+    with pytest.raises(type(error)) as caught:
+        await road.drive()
+    assert caught.value.message == error.message
+    assert road.receiver.offers == 1
+
+
+async def test_the_receivers_own_words_are_heard_while_chunks_are_being_written(road: Any) -> None:
+    async def fail(context: Any, _: int, index: int) -> None:
+        if index == 3:
+            await rpc.abort(context, errors.ContainerError("chunk 3: 5 bytes", chunk=3))
+
+    road.receiver.taking = fail
+    # Whether a status meets a chunk on its way is a matter of microseconds, so once proves nothing.
+    for _ in range(25):
+        road.receiver.chunks.clear()
+        with pytest.raises(errors.ContainerError) as caught:
+            await road.drive()
+        assert caught.value.fields == {"chunk": 3}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [errors.NotFoundError("artifact: not offered here"), errors.StoreError("artifact: committed meanwhile")],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("stage", ["taking", "committing"])
+async def test_an_artifact_that_another_transfer_committed_meanwhile_is_delivered(
+    road: Any, stage: str, error: errors.KvferryError
+) -> None:
+    async def overtaken(context: Any, *_: object) -> None:
+        road.receiver.committed = True
+        await rpc.abort(context, error)
+
+    setattr(road.receiver, stage, overtaken)
+    await road.drive()
+    assert road.receiver.offers == 2
+
+
+async def test_a_lost_receipt_is_no_loss(road: Any) -> None:
+    async def commit_and_vanish(context: Any, _: int) -> None:
+        road.receiver.committed = True
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+    road.receiver.committing = commit_and_vanish
+    await road.drive()
+    assert (road.receiver.offers, len(road.receiver.accounts), len(road.receiver.puts)) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("stage", ["offering", "taking", "committing"])
+async def test_a_receiver_that_cancels_is_an_error_and_no_cancellation_of_ours(road: Any, stage: str) -> None:
+    async def cancel(context: Any, *_: object) -> None:
+        await context.abort(grpc.StatusCode.CANCELLED, "shutting down")
+
+    setattr(road.receiver, stage, cancel)
+    with pytest.raises(errors.CancelledError):
+        await road.drive()
+    assert not road.receiver.committed
+
+
+async def test_nobody_there_is_unavailable_after_a_few_attempts(road: Any) -> None:
+    import socket
+
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        address = addresses.Address("127.0.0.1", reserved.getsockname()[1])
+        road.transfer._receiver = address
+        with pytest.raises(errors.UnavailableError, match=f"{address}: cannot be reached for Offer"):
+            await road.drive()
+    assert road.receiver.offers == 0
+
+
+@pytest.mark.parametrize("ranges", [[(0, 10_000)], [(10_000, 10_001)], [(0, 2**32 - 1)], [(5, 3)], [(3, 5), (4, 6)]])
+async def test_chunks_that_do_not_exist_are_not_sent(road: Any, ranges: list[tuple[int, int]]) -> None:
+    def ask_for_more(response: pb.OfferResponse) -> None:
+        del response.missing[:]
+        response.missing.extend(wire.ranges_to_message(ranges))
+
+    road.receiver.change_offer = ask_for_more
+    start = time.perf_counter()
+    with pytest.raises(errors.PeerError, match=r"asks for chunks \d+\.\.\d+ .*, the payload has \d+"):
+        await road.drive()
+    assert time.perf_counter() - start < 5
+    assert road.receiver.puts == []
+    assert not road.receiver.committed
+
+
+def cut_short(stored: Stored) -> None:
+    data = stored.payload_path.read_bytes()
+    stored.payload_path.write_bytes(data[: stored.plan.range(10)[1] - 1])
+
+
+def remove(stored: Stored) -> None:
+    stored.payload_path.unlink()
+
+
+@pytest.mark.parametrize(("damage", "chunk"), [(cut_short, 10), (remove, 0)])
+async def test_a_payload_that_cannot_be_read_here_says_so(
+    road: Any, stored: Stored, damage: Callable[[Stored], None], chunk: int
+) -> None:
+    damage(stored)
+    with pytest.raises(errors.StoreError, match=f"^chunk {chunk}: ") as caught:
+        await road.drive()
+    assert caught.value.fields["chunk"] == chunk
+    assert road.receiver.accounts == []
+    assert not road.receiver.committed
+
+
+async def test_a_bit_that_flipped_on_disk_is_never_delivered(road: Any, stored: Stored) -> None:
+    data = bytearray(stored.payload_path.read_bytes())
+    data[stored.plan.range(11)[0] + 5] ^= 1
+    stored.payload_path.write_bytes(data)
+    with pytest.raises(errors.IntegrityError, match="^chunk 11: digest") as caught:
+        await road.drive()
+    assert caught.value.fields["chunk"] == 11
+    assert road.receiver.accounts == []
+    # Each attempt sends chunk 11 again; none before it travels twice.
+    assert road.receiver.sent.count(11) == ATTEMPTS
+    assert all(road.receiver.sent.count(index) == 1 for index in range(11))
+
+
+async def test_giving_up_ends_the_call_at_the_receiver(road: Any) -> None:
+    reached = asyncio.Event()
+
+    async def hang(_: Any, __: int, index: int) -> None:
+        if index == 5:
+            reached.set()
+            await asyncio.sleep(3600)
+
+    road.receiver.taking = hang
+    task = asyncio.create_task(road.drive())
+    async with asyncio.timeout(PROMPT_SECONDS):
+        await reached.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await road.receiver.closed_puts.wait()
+    assert road.receiver.accounts == []
+
+
+async def test_closing_between_two_steps_ends_the_call_at_the_receiver(road: Any) -> None:
+    async with asyncio.timeout(PROMPT_SECONDS):
+        async with contextlib.aclosing(road.transfer.run()) as steps:
+            async for step in steps:
+                if step.stage == "transfer" and step.done:
+                    break
+        await road.receiver.closed_puts.wait()
+    assert road.receiver.accounts == []
