@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 import platformdirs
 import pytest
+from hypothesis import settings
 
 import kvferry.engine  # noqa: F401  (loads a real BLAS before any test file imports MLX)
 
@@ -71,6 +72,9 @@ TRAINING_TEXT = (
 def pytest_configure() -> None:
     """Cut the model hub off before any test module imports its client, which reads this once."""
     os.environ["HF_HUB_OFFLINE"] = "1"
+    # The same examples every time, and no time limit on one: a busy machine is no defect. `make test-fuzz` draws others.
+    settings.register_profile("steady", deadline=None, derandomize=True)
+    settings.load_profile("steady")
 
 
 @pytest.fixture(scope="session", autouse=True)
