@@ -50,6 +50,10 @@ def server_options(max_connections: int = MAX_CONNECTIONS) -> Options:
         ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
         ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
         ("grpc.http2.max_ping_strikes", 0),
+        # A caller that is frozen, or whose machine is gone, says nothing: it must not keep its place for ever.
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.max_pings_without_data", 0),
         # Two daemons must never share a port by accident.
         ("grpc.so_reuseport", 0),
         # By default a stranger who says nothing is waited for two minutes, in either stage of a connection's start.

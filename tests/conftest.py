@@ -72,7 +72,7 @@ TRAINING_TEXT = (
 def pytest_configure() -> None:
     """Cut the model hub off before any test module imports its client, which reads this once."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    # The same examples every time, and no time limit on one: a busy machine is no defect. `make test-fuzz` draws others.
+    # The same examples every time, and no time limit on one: a busy machine is no defect. `make test-fuzz` varies.
     settings.register_profile("steady", deadline=None, derandomize=True)
     settings.load_profile("steady")
 

@@ -25,13 +25,17 @@ def restored() -> Iterator[None]:
 @pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_a_full_disk_below_the_log_ends_no_call(restored: None, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    with contextlib.suppress(OSError), FULL.open("w") as stream:
+    stream = FULL.open("w")
+    try:
         with pytest.raises(OSError, match="No space left"):
             print("and it is full", file=stream, flush=True)
         monkeypatch.setattr(sys, "stderr", stream)
         logs.configure("info", form)
         for _ in range(100):
             logs.logger("receiver").info("committed", artifact="ab" * 32)
+    finally:
+        with contextlib.suppress(OSError):
+            stream.close()
 
 
 def test_what_can_be_written_is_written(
