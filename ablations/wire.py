@@ -25,7 +25,7 @@ import grpc
 import numpy as np
 
 from kvferry.ablations import synthetic
-from kvferry.core import channel
+from kvferry.core import channel, logs
 from kvferry.core.addresses import Address
 from kvferry.core.admission import Admission
 from kvferry.core.limits import DEFAULT_CHUNK_BYTES
@@ -174,6 +174,7 @@ async def _deliver_artifact(artifact: Stored, address: Address) -> None:
 
 def _serve(name: str, root: Path, length: int, durable: bool, control: Connection) -> None:  # noqa: FBT001
     """Receive in a process of its own. Says its port, waits for a word, answers with its extra peak memory."""
+    logs.configure("warning", "text")
     if name == "raw":
         _serve_raw(length, control)
         return

@@ -27,15 +27,24 @@ def channel_options() -> Options:
     return [
         ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
-        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        ("grpc.http2.max_pings_without_data", 0),
+        *_keepalive(),
         ("grpc.enable_http_proxy", 0),
         # A peer that is started again is found soon; by default a channel waits up to two minutes between two looks.
         ("grpc.initial_reconnect_backoff_ms", _FIRST_RECONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", _LONGEST_RECONNECT_MS),
         # And no new channel inherits the wait of an older one to the same peer.
         ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+def _keepalive() -> Options:
+    """The same at both ends: a peer that does not answer a ping within the time limit is gone."""
+    return [
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        # What really ends the wait for the answer; a minute by default, whatever the line above says.
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.max_pings_without_data", 0),
     ]
 
 
@@ -51,9 +60,7 @@ def server_options(max_connections: int = MAX_CONNECTIONS) -> Options:
         ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
         ("grpc.http2.max_ping_strikes", 0),
         # A caller that is frozen, or whose machine is gone, says nothing: it must not keep its place for ever.
-        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        ("grpc.http2.max_pings_without_data", 0),
+        *_keepalive(),
         # Two daemons must never share a port by accident.
         ("grpc.so_reuseport", 0),
         # By default a stranger who says nothing is waited for two minutes, in either stage of a connection's start.

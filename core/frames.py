@@ -171,6 +171,12 @@ class Connection:
         return self._stream.received
 
     @property
+    def has_frame(self) -> bool:
+        """Whether a whole frame has come already, so that ``receive`` will not wait. False for a large one."""
+        ahead = self._stream.ahead
+        return len(ahead) >= _LENGTH.size and len(ahead) >= _LENGTH.size + _LENGTH.unpack_from(ahead)[0]
+
+    @property
     def sent(self) -> int:
         """Bytes that went so far."""
         return self._stream.sent

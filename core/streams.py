@@ -10,8 +10,9 @@ import ssl
 import threading
 import time
 
-# Below this a second write costs more than a copy.
+# Below these sizes another call of the system costs more than a copy.
 _JOINED_BYTES = 16 * 1024
+_READ_AHEAD_BYTES = 512
 
 
 class Stream:
@@ -30,8 +31,15 @@ class Stream:
         self._endpoint = endpoint
         # OpenSSL lets one thread at a time into a connection. No call below waits while it holds this.
         self._lock = threading.Lock()
+        self._buffer = memoryview(bytearray(_READ_AHEAD_BYTES))
+        self._ahead = self._buffer[:0]
         self.received = 0
         self.sent = 0
+
+    @property
+    def ahead(self) -> memoryview:
+        """What was received and has not been read."""
+        return self._ahead
 
     def handshake(self, deadline: float) -> None:
         """Do TLS's part; without TLS there is none.
@@ -57,17 +65,14 @@ class Stream:
         Raises:
             OSError: when the connection is broken; TimeoutError when nothing comes until ``deadline``.
         """
-        while True:
-            try:
-                with self._lock:
-                    count = self._endpoint.recv_into(view)
-            except (BlockingIOError, ssl.SSLWantReadError):
-                self._wait(select.POLLIN, deadline)
-            except ssl.SSLWantWriteError:
-                self._wait(select.POLLOUT, deadline)
-            else:
-                self.received += count
-                return count
+        if not self._ahead and len(view) >= len(self._buffer):
+            return self._receive(view, deadline)
+        if not self._ahead:
+            self._ahead = self._buffer[: self._receive(self._buffer, deadline)]
+        count = min(len(view), len(self._ahead))
+        view[:count] = self._ahead[:count]
+        self._ahead = self._ahead[count:]
+        return count
 
     def write(self, head: bytes, data: bytes | memoryview, deadline: float) -> None:
         """Write all of ``head`` and ``data``.
@@ -90,6 +95,19 @@ class Stream:
     def close(self) -> None:
         """Release the socket. No other thread may be in here."""
         self._endpoint.close()
+
+    def _receive(self, view: memoryview, deadline: float) -> int:
+        while True:
+            try:
+                with self._lock:
+                    count = self._endpoint.recv_into(view)
+            except (BlockingIOError, ssl.SSLWantReadError):
+                self._wait(select.POLLIN, deadline)
+            except ssl.SSLWantWriteError:
+                self._wait(select.POLLOUT, deadline)
+            else:
+                self.received += count
+                return count
 
     def _write_some(self, view: memoryview, deadline: float) -> int:
         while True:

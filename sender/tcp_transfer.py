@@ -21,7 +21,9 @@ from kvferry.sender.carrier import Chunks, Counting, Offered, Receipt
 
 _Result = TypeVar("_Result")
 _FrameType = TypeVar("_FrameType", bound=frames.Frame)
-_Arrived = int | KvferryError | None
+_Arrived = list[int] | KvferryError | None
+# Acknowledgements are small and many; each one that is waited for alone wakes three threads.
+_REST_SECONDS = 0.005
 
 
 @contextlib.asynccontextmanager
@@ -112,9 +114,10 @@ class TcpCarrier:
         def post(item: _Arrived) -> None:
             loop.call_soon_threadsafe(arrived.put_nowait, item)
 
+        all_sent = threading.Event()
         threads = [
-            threading.Thread(target=self._send_chunks, args=(chunks, wanted, post), name="kvferry-tcp-send"),
-            threading.Thread(target=self._read_answers, args=(len(wanted), post), name="kvferry-tcp-read"),
+            threading.Thread(target=self._send_chunks, args=(chunks, wanted, post, all_sent), name="kvferry-tcp-send"),
+            threading.Thread(target=self._read_answers, args=(len(wanted), post, all_sent), name="kvferry-tcp-read"),
         ]
         for thread in threads:
             thread.start()
@@ -123,8 +126,9 @@ class TcpCarrier:
             while due and (item := await arrived.get()) is not None:
                 if isinstance(item, KvferryError):
                     raise item
-                due -= 1
-                yield item
+                for index in item:
+                    due -= 1
+                    yield index
         finally:
             if due:
                 self._connection.shutdown()
@@ -188,7 +192,9 @@ class TcpCarrier:
             )
         return frame
 
-    def _send_chunks(self, chunks: Chunks, wanted: list[int], post: Callable[[_Arrived], None]) -> None:
+    def _send_chunks(
+        self, chunks: Chunks, wanted: list[int], post: Callable[[_Arrived], None], all_sent: threading.Event
+    ) -> None:
         try:
             for index, data in chunks.read(wanted):
                 self._connection.send(frames.Put(chunks.artifact_id, index, memoryview(data)))
@@ -198,13 +204,20 @@ class TcpCarrier:
         except TransferError:
             # The other thread finds out why, from the receiver's last frame or the lack of it.
             return
+        finally:
+            all_sent.set()
         if chunks.unreadable is not None:
             post(None)
 
-    def _read_answers(self, count: int, post: Callable[[_Arrived], None]) -> None:
+    def _read_answers(self, due: int, post: Callable[[_Arrived], None], all_sent: threading.Event) -> None:
         try:
-            for _ in range(count):
-                post(self._expect(frames.Taken).index)
+            while due:
+                taken = [self._expect(frames.Taken).index]
+                while len(taken) < due and self._connection.has_frame:
+                    taken.append(self._expect(frames.Taken).index)
+                due -= len(taken)
+                post(taken)
+                all_sent.wait(_REST_SECONDS)
         except KvferryError as error:
             post(error)
 

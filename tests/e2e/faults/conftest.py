@@ -9,14 +9,16 @@ house      a sender and a receiver for a whole module, with metrics, and what a 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -39,6 +41,8 @@ class Node:
     role: str
     log: Path
     options: dict[str, object]
+    launcher: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[str] = field(init=False)
     address: str = ""
     page: str = ""
@@ -51,7 +55,8 @@ class Node:
         arguments = [item for name, value in given.items() for item in (f"--{name.replace('_', '-')}", str(value))]
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvferry.cli", self.role, "--json", *arguments],
+                [sys.executable, *self.launcher, "-m", "kvferry.cli", self.role, "--json", *arguments],
+                env={**os.environ, **self.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -106,12 +111,22 @@ NodeFactory = Callable[..., Node]
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeFactory]:
-    """Return a factory: ``node("receiver", model_dir, option=value, …)``; it is being started."""
+    """Return a factory: ``node("receiver", model_dir, option=value, …)``; it is being started.
+
+    A launcher is what Python runs before it runs the daemon; an environment goes over this process's own.
+    """
     folder, nodes = tmp_path_factory.mktemp("nodes"), []
 
-    def start(role: str, model: Path, **options: object) -> Node:
+    def start(
+        role: str,
+        model: Path,
+        launcher: tuple[str, ...] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
+        **options: object,
+    ) -> Node:
         name = f"{role}-{len(nodes)}"
-        nodes.append(Node(role, folder / f"{name}.log", {"model": model, "store": folder / name, **options}))
+        given = {"model": model, "store": folder / name, **options}
+        nodes.append(Node(role, folder / f"{name}.log", given, launcher, dict(environment)))
         nodes[-1].start()
         return nodes[-1]
 

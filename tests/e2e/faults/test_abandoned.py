@@ -1,18 +1,23 @@
-"""Callers that stop in the middle and never say so: a frozen one is found out, and its place is free again."""
+"""Peers that stop in the middle and never say so: a frozen one is found out, at either end, by what it does not answer.
+
+Its kernel still answers for it, so that only a ping within the protocol tells.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
-from kvferry.core import channel, errors
+from kvferry.core import addresses, channel, errors, rpc
 
 CALLER = """
 import sys, threading, time
@@ -31,20 +36,54 @@ with channel.open_blocking(addresses.parse(sys.argv[1], "receiver")) as opened:
 """
 
 
-def test_a_caller_that_is_frozen_loses_its_place(
-    here: Callable[..., Any],
-    peers: Callable[..., Any],
-    tiny_model_dir: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its kernel still answers for it, so that only a ping within the protocol tells."""
+SERVER = """
+import asyncio
+import grpc
+from kvferry.core import channel
+
+async def wait(requests, context):
+    await context.send_initial_metadata(())
+    await asyncio.sleep(1000)
+
+async def serve():
+    server = grpc.aio.server(options=channel.server_options())
+    handler = grpc.stream_unary_rpc_method_handler(wait)
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("t.Slow", {"Call": handler})])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(port, flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.run(serve())
+"""
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "KEEPALIVE_MS", 1000)
     monkeypatch.setattr(channel, "KEEPALIVE_TIMEOUT_MS", 500)
-    receiver = here("receiver", tiny_model_dir(), max_calls=1)
-    caller = subprocess.Popen([sys.executable, "-c", CALLER, receiver.address], stdout=subprocess.PIPE, text=True)
+
+
+@contextlib.contextmanager
+def running(code: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run a program and yield it with the first line that it prints."""
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
     try:
-        assert caller.stdout is not None
-        assert caller.stdout.readline() == "open\n"
+        assert process.stdout is not None
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def test_a_caller_that_is_frozen_loses_its_place(
+    impatient: None, here: Callable[..., Any], peers: Callable[..., Any], tiny_model_dir: Callable[..., Path]
+) -> None:
+    receiver = here("receiver", tiny_model_dir(), max_calls=1)
+    with running(CALLER, receiver.address) as (caller, said):
+        assert said == "open"
         driver = peers(receiver=receiver.address)
         # As long as it lives it keeps its place, however long it says nothing.
         deadline = time.monotonic() + 3
@@ -63,11 +102,17 @@ def test_a_caller_that_is_frozen_loses_its_place(
                 # Far less than the minute that a silent upload is given.
                 assert time.monotonic() - start < 20
                 time.sleep(0.1)
-    finally:
-        caller.kill()
-        caller.wait()
-        if caller.stdout is not None:
-            caller.stdout.close()
+
+
+def test_a_daemon_that_is_frozen_ends_the_call(impatient: None) -> None:
+    with running(SERVER) as (server, port), channel.open_blocking(addresses.parse(f"127.0.0.1:{port}", "t")) as opened:
+        call = opened.stream_unary("/t.Slow/Call").future(iter(()))
+        assert call.initial_metadata() is not None
+        with pytest.raises(grpc.FutureTimeoutError):
+            call.exception(timeout=3)
+        server.send_signal(signal.SIGSTOP)
+        with pytest.raises(errors.UnavailableError), rpc.translating(f"127.0.0.1:{port}", "Call"):
+            call.result(timeout=20)
 
 
 def test_a_daemon_pings_its_callers_as_they_ping_it() -> None:

@@ -186,24 +186,24 @@ def long_text(house: Any) -> Iterator[str]:
 def test_an_answer(house: Any, kept: Kept, long_text: str, role: str, fault: str, stage: str) -> None:
     artifact_id = long_text if stage == "reading" else kept.artifact_id
     victim, before = house.node(role), house.listed()
-    with house.client(1.5) as client:
-        with client.stream(artifact_id, QUESTION, max_tokens=2500, temperature=1.0, seed=next(numbers)) as stream:
-            listener = Listener(stream)
-            listener.start()
-            if stage == "answering":
-                assert listener.first.wait(20)
-            else:
-                while not victim.figure("kvferry_worker_queue_depth"):
-                    assert listener.is_alive()
-            victim.signal(FAULTS[fault])
-            start = time.monotonic()
-            listener.join(LONGEST_SECONDS)
-            assert time.monotonic() - start < LONGEST_SECONDS
-            # It broke where it was meant to, and what came of it is no answer.
-            assert isinstance(listener.error, ERRORS[fault]), listener.error
-            assert bool(listener.pieces) == (stage == "answering")
-            with pytest.raises(TransferError, match="not complete"):
-                _ = stream.answer
+    options = {"max_tokens": 2500, "temperature": 1.0, "seed": next(numbers)}
+    with house.client(1.5) as client, client.stream(artifact_id, QUESTION, **options) as stream:
+        listener = Listener(stream)
+        listener.start()
+        if stage == "answering":
+            assert listener.first.wait(20)
+        else:
+            while not victim.figure("kvferry_worker_queue_depth"):
+                assert listener.is_alive()
+        victim.signal(FAULTS[fault])
+        start = time.monotonic()
+        listener.join(LONGEST_SECONDS)
+        assert time.monotonic() - start < LONGEST_SECONDS
+        # It broke where it was meant to, and what came of it is no answer.
+        assert isinstance(listener.error, ERRORS[fault]), listener.error
+        assert bool(listener.pieces) == (stage == "answering")
+        with pytest.raises(TransferError, match="not complete"):
+            _ = stream.answer
     victim.mend()
     assert house.settled()
     assert house.listed() == before

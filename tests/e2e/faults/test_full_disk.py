@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -46,15 +47,16 @@ class Disk:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    if sys.platform != "linux" or os.geteuid() != 0:
+    mount, unmount = shutil.which("mount"), shutil.which("umount")
+    if sys.platform != "linux" or os.geteuid() != 0 or mount is None or unmount is None:
         pytest.skip("mounting a disk takes root on Linux")
     path = tmp_path / "disk"
     path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", path], check=False)
+    mounted = subprocess.run([mount, "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", path], check=False)
     if mounted.returncode:
         pytest.skip("mounting is not allowed here")
     yield Disk(path)
-    subprocess.run(["umount", "-l", path], check=True)
+    subprocess.run([unmount, "-l", path], check=True)
 
 
 class Receiver:
