@@ -33,6 +33,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 FieldValue = str | int | float | None
+# Controls of C0 and C1, and Unicode's own line ends, as a reader would write them.
+_ESCAPES = {code: ascii(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 
 
 class KvferryError(Exception):
@@ -49,8 +51,9 @@ class KvferryError(Exception):
     retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, **fields: FieldValue) -> None:
-        super().__init__(message)
-        self.message = message
+        # A peer's words may stand in it, which must not write lines of their own in a log or move a terminal's cursor.
+        self.message = message.translate(_ESCAPES)
+        super().__init__(self.message)
         self.fields: dict[str, FieldValue] = fields
 
 
