@@ -7,7 +7,7 @@ BIN := .venv/bin
 PACKAGES := ablations cli client core engine kernels mapper proto receiver sender
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-real test-metal check format gen gen-check smoke clean setup-run setup-dev
+.PHONY: help demo test test-real test-metal test-fuzz test-endurance check format gen gen-check smoke clean setup-run setup-dev
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -25,6 +25,12 @@ test-real: setup-dev ## run the tests that need the demo model (downloads it onc
 
 test-metal: setup-dev ## run the tests that need Apple silicon
 	$(BIN)/python -m pytest -m metal
+
+test-fuzz: setup-dev ## run ten thousand random cases through every parser (minutes)
+	$(BIN)/python -m pytest -m fuzz
+
+test-endurance: setup-dev ## run the load, endurance and exhaustive damage tests (minutes)
+	$(BIN)/python -m pytest -m endurance
 
 check: setup-dev gen-check ## lint, format, types, layers and stubs; changes nothing
 	$(BIN)/ruff check .

@@ -49,6 +49,12 @@ def test_an_error_carries_its_message_and_fields(cls: type[KvferryError]) -> Non
     assert cls("no fields").fields == {}
 
 
+def test_a_message_is_one_line_and_moves_no_cursor_whatever_a_peer_put_in_it() -> None:
+    error = KvferryError("sections.a\nb\r\x1b[2J\x85\u2028é門: no such name")
+    assert error.message == str(error) == r"sections.a\nb\r\x1b[2J\x85\u2028é門: no such name"
+    assert error.message.splitlines() == [error.message]
+
+
 @every_class
 def test_every_class_says_when_it_is_raised(cls: type[KvferryError]) -> None:
     assert cls is KvferryError or (cls.__doc__ or "").startswith("Raised when ")
