@@ -17,6 +17,12 @@ from kvferry.cli.main import main
 FAKES = Path(__file__).resolve().parents[1] / "client" / "fake_daemons.py"
 
 
+@pytest.fixture(autouse=True)
+def quiet_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what `kvferry doctor` sets for its own process from daemons that later tests start."""
+    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
+
+
 @pytest.fixture(scope="session")
 def fakes() -> ModuleType:
     """Return the module of the fake daemons, which lies on no path."""
