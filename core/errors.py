@@ -33,8 +33,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 FieldValue = str | int | float | None
-# Controls of C0 and C1, and Unicode's own line ends, as a reader would write them.
-_ESCAPES = {code: ascii(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+# A message is one line: what ends one is a space, and other control characters are spelt out.
+_CONTROLS = {code: ascii(chr(code))[1:-1] for code in (*range(32), *range(127, 160))}
+_ONE_LINE = _CONTROLS | dict.fromkeys(map(ord, "\n\v\f\r\x1c\x1d\x1e\x85\u2028\u2029"), " ")
 
 
 class KvferryError(Exception):
@@ -52,7 +53,7 @@ class KvferryError(Exception):
 
     def __init__(self, message: str, **fields: FieldValue) -> None:
         # A peer's words may stand in it, which must not write lines of their own in a log or move a terminal's cursor.
-        self.message = message.translate(_ESCAPES)
+        self.message = message.translate(_ONE_LINE)
         super().__init__(self.message)
         self.fields: dict[str, FieldValue] = fields
 

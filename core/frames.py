@@ -167,8 +167,8 @@ class Connection:
 
     @property
     def received(self) -> int:
-        """Bytes that came so far, those of a frame that is not whole included."""
-        return self._stream.received
+        """Bytes of all frames so far, those of one that was cut off included."""
+        return self._stream.received - len(self._stream.ahead)
 
     @property
     def has_frame(self) -> bool:

@@ -21,6 +21,7 @@ from kvferry.core.logs import logger
 from kvferry.core.metrics import ReceiverMetrics
 from kvferry.core.store import ArtifactStore
 from kvferry.core.stored import Stored
+from kvferry.core.threads import off_loop
 from kvferry.engine.worker import Worker
 from kvferry.receiver.answering import Answerer, Preparation
 
@@ -51,7 +52,7 @@ class Preparer:
             RefusedError: when the artifact does not fit the model that runs now.
         """
         await asyncio.to_thread(self._store.sweep)
-        with self._store.pinned(artifact_id):
+        async with off_loop(self._store.pinned(artifact_id)):
             try:
                 return await self._prepare_kept(artifact_id)
             except (ContainerError, ParityError) as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Iterator
+from queue import SimpleQueue
 
 import structlog
 
@@ -44,13 +45,15 @@ class Session:
         self._intake = intake
         self._metrics = metrics
         self._admission = admission
-        self._writer = ThreadPoolExecutor(1, "kvferry-tcp-writer")
-        self._writing: collections.deque[Future[None]] = collections.deque()
+        self._to_write: SimpleQueue[tuple[frames.Put, int] | None] = SimpleQueue()
+        self._written: SimpleQueue[None] = SimpleQueue()
+        self._writing = 0
         self._caller: Token | None = None
         self._failure: KvferryError | None = None
         self._charged: bytes | None = None
         self._received = 0
         self._sent = 0
+        self._uncounted = [0, 0]
         self.admitted = False
 
     def run(self) -> None:
@@ -60,10 +63,9 @@ class Session:
             KvferryError: when anything else ends the connection; the peer has been told.
         """
         try:
-            with self._writer:
-                if self._greet():
-                    with self._admission.limits.running(self._caller):
-                        self._serve()
+            if self._greet():
+                with self._admission.limits.running(self._caller), self._writer():
+                    self._serve()
         except KvferryError as error:
             self._fail(error)
             self._connection.drain(_LAST_WORDS_SECONDS, _LAST_WORDS_BYTES)
@@ -100,6 +102,7 @@ class Session:
                 self._put(frame)
                 continue
             self._await_writer(0)
+            self._count()
             if isinstance(frame, frames.Offer):
                 self._offer(frame)
             elif isinstance(frame, frames.Commit):
@@ -119,8 +122,34 @@ class Session:
     def _put(self, frame: frames.Put) -> None:
         control = self._crossed(len(frame.data))
         self._charged = check_digest(frame.artifact_id, "artifact_id")
-        self._writing.append(self._writer.submit(self._write, frame, control))
+        self._to_write.put((frame, control))
+        self._writing += 1
         self._await_writer(_AHEAD)
+
+    @contextlib.contextmanager
+    def _writer(self) -> Iterator[None]:
+        """Have a thread that verifies, writes and acknowledges what ``_put`` hands over."""
+        thread = threading.Thread(target=self._write_all, name="kvferry-tcp-writer", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._to_write.put(None)
+            thread.join()
+
+    def _write_all(self) -> None:
+        went_well = False
+        try:
+            while (item := self._to_write.get()) is not None:
+                self._write(*item)
+                self._written.put(None)
+            went_well = True
+        finally:
+            if not went_well:
+                # A fault in our own program, which the thread's end reports. Nobody shall wait for this thread.
+                self._fail(KvferryError("tcp: the receiver failed; its log says how"))
+                for _ in range(BUFFERS):
+                    self._written.put(None)
 
     def _write(self, frame: frames.Put, control: int) -> None:
         if self._failure is not None:
@@ -134,8 +163,9 @@ class Session:
 
     def _await_writer(self, left: int) -> None:
         """Wait until so many chunks are left to write."""
-        while len(self._writing) > left:
-            self._writing.popleft().result()
+        while self._writing > left:
+            self._written.get()
+            self._writing -= 1
         if self._failure is not None:
             raise self._failure
 
@@ -162,17 +192,25 @@ class Session:
         )
 
     def _crossed(self, body: int) -> int:
-        """Count what crossed since the last time, less ``body`` bytes of manifest or payload, and return it."""
+        """Return how much crossed since the last time, less ``body`` bytes of manifest or payload."""
         received = self._connection.received - self._received - body
         sent = self._connection.sent - self._sent
-        self._received, self._sent = self._connection.received, self._connection.sent
-        self._metrics.received("control", received)
-        self._metrics.sent("control", sent)
+        self._received += received + body
+        self._sent += sent
+        self._uncounted[0] += received
+        self._uncounted[1] += sent
         return received + sent
+
+    def _count(self) -> None:
+        """Add what crossed to the metrics: not for every chunk, which would cost more than its protocol bytes."""
+        self._metrics.received("control", self._uncounted[0])
+        self._metrics.sent("control", self._uncounted[1])
+        self._uncounted = [0, 0]
 
     def _settle(self) -> None:
         """Charge what crossed after the last request: its answer, a frame that was cut off, an error."""
         control = self._crossed(0)
+        self._count()
         if self._charged is not None and control:
             # Nothing is left to charge when the artifact was dropped meanwhile.
             with contextlib.suppress(KvferryError):

@@ -22,6 +22,7 @@ from kvferry.core.metrics import SenderMetrics
 from kvferry.core.progress import Progress
 from kvferry.core.store import ArtifactStore
 from kvferry.core.stored import Stored
+from kvferry.core.threads import off_loop
 from kvferry.core.tls import PeerSecurity
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.prompt import DEFAULT_SYSTEM
@@ -158,7 +159,7 @@ class SenderServicer(pb_grpc.SenderServiceServicer):
         transfer = Transfer(
             artifact.stored, account, send.receiver, parts.config.rpc_seconds, parts.metrics, security=send.security
         )
-        with parts.store.pinned(artifact.stored.artifact_id):
+        async with off_loop(parts.store.pinned(artifact.stored.artifact_id)):
             try:
                 async with contextlib.aclosing(transfer.run()) as steps:
                     async for progress in steps:

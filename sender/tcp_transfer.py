@@ -121,16 +121,17 @@ class TcpCarrier:
         ]
         for thread in threads:
             thread.start()
-        due = len(wanted)
+        due, is_done = len(wanted), False
         try:
             while due and (item := await arrived.get()) is not None:
                 if isinstance(item, KvferryError):
                     raise item
                 for index in item:
-                    due -= 1
                     yield index
+                due -= len(item)
+            is_done = not due
         finally:
-            if due:
+            if not is_done:
                 self._connection.shutdown()
             for thread in threads:
                 await asyncio.to_thread(thread.join)
@@ -173,14 +174,13 @@ class TcpCarrier:
         with contextlib.suppress(TransferError):
             self._connection.send(request)
         self._count_sent(body)
-        return self._expect(kind, seconds)
+        try:
+            return self._expect(kind, seconds)
+        finally:
+            self._count_received()
 
     def _expect(self, kind: type[_FrameType], seconds: float | None = None) -> _FrameType:
-        try:
-            frame = self._connection.receive(seconds=seconds)
-        finally:
-            self._metrics.received("control", self._connection.received - self._received)
-            self._received = self._connection.received
+        frame = self._connection.receive(seconds=seconds)
         if frame is None:
             raise TransferError(f"{self._receiver}: the connection ended before the answer that was due")
         self._heard = True
@@ -195,16 +195,18 @@ class TcpCarrier:
     def _send_chunks(
         self, chunks: Chunks, wanted: list[int], post: Callable[[_Arrived], None], all_sent: threading.Event
     ) -> None:
+        body = 0
         try:
             for index, data in chunks.read(wanted):
+                body += len(data)
                 self._connection.send(frames.Put(chunks.artifact_id, index, memoryview(data)))
-                self._count_sent(len(data))
         except DeadlineError as error:
             post(error)
         except TransferError:
             # The other thread finds out why, from the receiver's last frame or the lack of it.
             return
         finally:
+            self._count_sent(body)
             all_sent.set()
         if chunks.unreadable is not None:
             post(None)
@@ -216,10 +218,15 @@ class TcpCarrier:
                 while len(taken) < due and self._connection.has_frame:
                     taken.append(self._expect(frames.Taken).index)
                 due -= len(taken)
+                self._count_received()
                 post(taken)
                 all_sent.wait(_REST_SECONDS)
         except KvferryError as error:
             post(error)
+
+    def _count_received(self) -> None:
+        self._metrics.received("control", self._connection.received - self._received)
+        self._received = self._connection.received
 
     def _count_sent(self, body: int) -> None:
         """Count what went since the last time, less ``body`` bytes that are counted elsewhere, or were to go."""

@@ -51,7 +51,7 @@ def test_an_error_carries_its_message_and_fields(cls: type[KvferryError]) -> Non
 
 def test_a_message_is_one_line_and_moves_no_cursor_whatever_a_peer_put_in_it() -> None:
     error = KvferryError("sections.a\nb\r\x1b[2J\x85\u2028é門: no such name")
-    assert error.message == str(error) == r"sections.a\nb\r\x1b[2J\x85\u2028é門: no such name"
+    assert error.message == str(error) == r"sections.a b \x1b[2J  é門: no such name"
     assert error.message.splitlines() == [error.message]
 
 

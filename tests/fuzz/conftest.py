@@ -54,12 +54,15 @@ Fuzz = Callable[..., None]
     ]
 )
 def fuzz(request: pytest.FixtureRequest) -> Fuzz:
-    """Return a function: ``fuzz(check, name=strategy, …)`` calls ``check(budget, name=value, …)`` many times."""
+    """Return a function: ``fuzz(check, name=strategy, …)`` calls ``check(budget, name=value, …)`` many times.
+
+    ``heavy`` cases, of megabytes each, are a twentieth as many.
+    """
     budget, short = Budget(), request.param == SHORT
 
-    def run(check: Callable[..., None], **strategies: Any) -> None:
+    def run(check: Callable[..., None], *, heavy: bool = False, **strategies: Any) -> None:
         @settings(
-            max_examples=request.param,
+            max_examples=max(request.param // 20, 10) if heavy else request.param,
             database=None,
             deadline=None,
             derandomize=short,

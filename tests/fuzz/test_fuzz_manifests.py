@@ -156,6 +156,7 @@ def test_megabytes_of_one_thing(fuzz: Any, reads: Any, true_ones: list[bytes]) -
     keys += (b"shape", b"version", b"form", b"chunks", b"model")
     fuzz(
         explodes,
+        heavy=True,
         key=st.sampled_from(keys),
         opening=st.sampled_from((b"\xdd", b"\xdf", b"\xdb", b"\xc6")),
         unit=st.sampled_from(units),

@@ -5,6 +5,7 @@ KVFERRY_LOAD_SECONDS says for how long; three minutes unless it does.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,26 @@ QUESTIONS = ("What is the access code?", "Who keeps the keys?", "When does it op
 METHODS = ("A1", "A7", "B0", "B1", "B1", "B1")
 TOKENS = 6
 HEALTH_MS = 100.0
-# A process of its own: in this one the clients' threads would be measured as well.
+# Processes of their own: in this one the clients' threads would be measured as well. The bystander has nothing else to
+# do, so that its delays are the machine's.
+BYSTANDER = """
+import asyncio
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from kvferry.core import channel
+
+async def serve():
+    server = grpc.aio.server(options=channel.server_options())
+    servicer = health.aio.HealthServicer()
+    await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(f"127.0.0.1:{port}", flush=True)
+    await asyncio.sleep(100000)
+
+asyncio.run(serve())
+"""
 HEALTH = """
 import json, sys, time
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -45,14 +65,18 @@ print("ready", flush=True)
 taken = []
 until = time.monotonic() + float(sys.stdin.readline())
 while time.monotonic() < until:
+    row = []
     for stub in stubs:
         start = time.perf_counter()
         status = stub.Check(health_pb2.HealthCheckRequest(), timeout=10).status
-        taken.append((time.perf_counter() - start) * 1000)
+        row.append((time.perf_counter() - start) * 1000)
         assert status == health_pb2.HealthCheckResponse.SERVING
+    taken.append(row)
     time.sleep(0.02)
 print(json.dumps(taken))
 """
+# How long before and after a check the bystander's delays excuse it.
+NEAR = 20
 
 
 def document(client: int, number: int) -> str:
@@ -88,7 +112,16 @@ def work(client: Client, number: int, truth: dict[tuple[str, str], tuple[int, ..
             client.drop(report)
 
 
-def quantiles(values: list[float]) -> tuple[float, float, float]:
+@contextlib.contextmanager
+def program(code: str, *arguments: str) -> Iterator[Any]:
+    """Run a program with its input and output connected, and end it."""
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code, *arguments], **pipes) as process:
+        yield process
+        process.kill()
+
+
+def quantiles(values: Sequence[float]) -> tuple[float, float, float]:
     cuts = statistics.quantiles(values, n=100)
     return cuts[49], cuts[98], max(values)
 
@@ -123,14 +156,10 @@ def test_eight_clients(
                 figures.failed.append(repr(error))
                 raise
 
-    with subprocess.Popen(
-        [sys.executable, "-c", HEALTH, *(one.address for one in nodes)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as health:
-        assert health.stdout is not None
-        assert health.stdin is not None
+    with contextlib.ExitStack() as stack:
+        bystander = stack.enter_context(program(BYSTANDER))
+        addresses = [bystander.stdout.readline().strip(), *(one.address for one in nodes)]
+        health = stack.enter_context(program(HEALTH, *addresses))
         assert health.stdout.readline() == "ready\n"
         health.stdin.write(f"{SECONDS}\n")
         health.stdin.flush()
@@ -145,8 +174,14 @@ def test_eight_clients(
     assert figures.wrong == []
     with capsys.disabled():
         print(f"\n{CLIENTS} clients, {SECONDS:g} s")
-        for name, values in (("send", figures.send), ("ask", figures.ask), ("health", checks)):
+        machine, *daemons = zip(*checks, strict=True)
+        named = {"send": figures.send, "ask": figures.ask, "health, receiver": daemons[0], "health, sender": daemons[1]}
+        for name, values in {**named, "health, idle bystander": machine}.items():
             middle, high, most = quantiles(values)
             print(f"{name}: {len(values)} calls, p50 {middle:.1f} ms, p99 {high:.1f} ms, longest {most:.1f} ms")
     assert all(one.settled() for one in nodes)
-    assert max(checks) < HEALTH_MS
+    excuses = [max(machine[max(at - NEAR, 0) : at + NEAR]) for at in range(len(machine))]
+    late = [(max(row[1:]), excuse) for row, excuse in zip(checks, excuses, strict=True) if max(row[1:]) > HEALTH_MS]
+    assert [pair for pair in late if pair[0] > HEALTH_MS + pair[1]] == []
+    # And on the whole, whatever the machine did.
+    assert all(statistics.median(values) < HEALTH_MS / 4 for values in daemons)
