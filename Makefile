@@ -27,10 +27,10 @@ test-metal: setup-dev ## run the tests that need Apple silicon
 	$(BIN)/python -m pytest -m metal
 
 test-fuzz: setup-dev ## run ten thousand random cases through every parser (minutes)
-	$(BIN)/python -m pytest -m fuzz
+	$(BIN)/python -m pytest -m fuzz -o faulthandler_timeout=0
 
 test-endurance: setup-dev ## run the load, endurance and exhaustive damage tests (minutes)
-	$(BIN)/python -m pytest -m endurance
+	$(BIN)/python -m pytest -m endurance -o faulthandler_timeout=0
 
 check: setup-dev gen-check ## lint, format, types, layers and stubs; changes nothing
 	$(BIN)/ruff check .

@@ -10,8 +10,8 @@ from queue import SimpleQueue
 import structlog
 
 from kvferry.core import frames, request_ids
-from kvferry.core.admission import Admission
-from kvferry.core.errors import InvalidRequestError, KvferryError
+from kvferry.core.admission import RETRY_AFTER_MS, Admission
+from kvferry.core.errors import BusyError, InvalidRequestError, KvferryError
 from kvferry.core.metrics import ReceiverMetrics
 from kvferry.core.tokens import Token
 from kvferry.core.wire import check_digest
@@ -67,10 +67,10 @@ class Session:
                 with self._admission.limits.running(self._caller), self._writer():
                     self._serve()
         except KvferryError as error:
-            self._fail(error)
-            self._connection.drain(_LAST_WORDS_SECONDS, _LAST_WORDS_BYTES)
             # What a chunk was refused for counts for more than how the connection ended after that.
-            raise (self._failure or error) from None
+            failure = self._fail(error)
+            self._connection.drain(_LAST_WORDS_SECONDS, _LAST_WORDS_BYTES)
+            raise failure from None
         finally:
             self._settle()
 
@@ -109,6 +109,7 @@ class Session:
                 self._commit(frame)
             else:
                 raise InvalidRequestError(f"frame: {type(frame).__name__} is not a request", field="frame")
+        self._await_writer(0)
 
     def _offer(self, frame: frames.Offer) -> None:
         self._metrics.received("manifest", len(frame.manifest))
@@ -130,7 +131,10 @@ class Session:
     def _writer(self) -> Iterator[None]:
         """Have a thread that verifies, writes and acknowledges what ``_put`` hands over."""
         thread = threading.Thread(target=self._write_all, name="kvferry-tcp-writer", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise BusyError("tcp: the system has no more threads", retry_after_ms=RETRY_AFTER_MS) from error
         try:
             yield
         finally:
@@ -169,13 +173,14 @@ class Session:
         if self._failure is not None:
             raise self._failure
 
-    def _fail(self, error: KvferryError) -> None:
-        """Tell the peer why this is the end, once."""
+    def _fail(self, error: KvferryError) -> KvferryError:
+        """Tell the peer why this is the end, once, and return that."""
         if self._failure is None:
             self._failure = error
             with contextlib.suppress(KvferryError):
                 self._connection.seconds = _LAST_WORDS_SECONDS
                 self._connection.send(frames.failure(error))
+        return self._failure
 
     def _commit(self, frame: frames.Commit) -> None:
         artifact_id = check_digest(frame.artifact_id, "artifact_id")
@@ -208,13 +213,15 @@ class Session:
         self._uncounted = [0, 0]
 
     def _settle(self) -> None:
-        """Charge what crossed after the last request: its answer, a frame that was cut off, an error."""
-        control = self._crossed(0)
+        """Charge what crossed after the last request: its answer, and chunks that were cut off or came too late."""
+        lost = self._connection.received - self._received if self._charged is not None else 0
+        control = self._crossed(lost)
         self._count()
-        if self._charged is not None and control:
+        self._metrics.received("resent", lost)
+        if self._charged is not None and control + lost:
             # Nothing is left to charge when the artifact was dropped meanwhile.
             with contextlib.suppress(KvferryError):
-                self._intake.charge(self._charged, 0, control)
+                self._intake.charge(self._charged, lost, control)
 
 
 def _offered(judgement: Judgement) -> frames.Offered:
