@@ -73,7 +73,7 @@ class SenderConfig(NodeConfig, frozen=True, kw_only=True):
     """What the sender is told.
 
     Attributes:
-        receiver: where artifacts go when a request names no receiver.
+        receiver: where artifacts go when a request names no receiver: host:port, or tcp://host:port for its TCP worker.
         chunk_bytes: payload bytes a chunk.
         max_document_bytes: largest document taken in.
         rpc_seconds: how long a receiver may take for one call without payload.

@@ -293,13 +293,12 @@ class ArtifactStore:
         return stored.read(self._path("quarantine", artifact_id), artifact_id)
 
     def sweep(self) -> None:
-        """Drop what has not been used for longer than the time to live.
-
-        Raises:
-            StoreError: when the disk refuses.
-        """
+        """Drop what has not been used for longer than the time to live; what the disk keeps is tried again later."""
         with self._lock:
-            self._drop_all(self._retention.expired())
+            for artifact_id in self._retention.expired():
+                # It must not stop answers from the rest.
+                with contextlib.suppress(StoreError):
+                    self._drop_all([artifact_id])
 
     @contextlib.contextmanager
     def pinned(self, artifact_id: bytes) -> Iterator[None]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ import grpc
 import pytest
 
 from kvferry.core import addresses, channel, errors, rpc
+from kvferry.proto.v1 import receiver_service_pb2 as pb
+from kvferry.receiver.intake import Intake
 
 CALLER = """
 import sys, threading, time
@@ -123,3 +127,63 @@ def test_a_daemon_pings_its_callers_as_they_ping_it() -> None:
     assert of_a_channel["grpc.http2.max_pings_without_data"] == of_a_server["grpc.http2.max_pings_without_data"] == 0
     assert of_a_server["grpc.http2.max_ping_strikes"] == 0
     assert of_a_server["grpc.http2.min_ping_interval_without_data_ms"] <= of_a_channel["grpc.keepalive_time_ms"]
+
+
+def call(opened: grpc.Channel, seconds: float = 5.0) -> grpc.StatusCode:
+    """Ask for a call that no such server has, and return how that ended."""
+    try:
+        opened.unary_unary("/t.Slow/Nothing")(b"", timeout=seconds)
+    except grpc.RpcError as error:
+        code: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
+        return code
+    raise AssertionError("somebody answered")
+
+
+def test_a_daemon_that_starts_again_is_found_at_once() -> None:
+    """What an older channel learned of it while it was down holds no new one up, and the older one looks again soon."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    address = addresses.parse(f"127.0.0.1:{port}", "t")
+    with channel.open_blocking(address) as older:
+        until = time.monotonic() + 4
+        while time.monotonic() < until:
+            assert call(older) is grpc.StatusCode.UNAVAILABLE
+            time.sleep(0.1)
+        server = grpc.server(ThreadPoolExecutor(1), options=[("grpc.so_reuseport", 0)])
+        server.add_insecure_port(str(address))
+        server.start()
+        start = time.monotonic()
+        with channel.open_blocking(address) as newer:
+            assert call(newer) is grpc.StatusCode.UNIMPLEMENTED
+        # Left to itself it would wait for about six seconds by now, and for minutes after a longer absence.
+        while call(older) is grpc.StatusCode.UNAVAILABLE:
+            time.sleep(0.05)
+        assert time.monotonic() - start < 3.5
+        server.stop(None).wait()
+
+
+def test_a_slow_receiver_slows_its_sender(
+    here: Callable[..., Any],
+    peers: Callable[..., Any],
+    tiny_model_dir: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunks wait at the sender, not in a queue of the receiver's."""
+    monkeypatch.setattr(Intake, "put", lambda *_: time.sleep(0.03))
+    driver = peers(receiver=here("receiver", tiny_model_dir()).address)
+    sent, acknowledged, ahead = 0, 0, 0
+
+    def chunks() -> Iterator[pb.PutRequest]:
+        nonlocal sent, ahead
+        for index in range(40):
+            sent += 1
+            ahead = max(ahead, sent - acknowledged)
+            yield pb.PutRequest(artifact_id=bytes(32), index=index, data=bytes(2**20))
+
+    for response in driver.receiving.Put(chunks(), timeout=60):
+        acknowledged += 1
+        assert response.index == acknowledged - 1
+    assert acknowledged == sent == 40
+    assert ahead <= 16
