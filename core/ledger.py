@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -10,6 +10,9 @@ from msgspec import Meta
 # An account comes from another machine, and its numbers go into sums, ratios and metrics.
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Duration = Annotated[float, Meta(ge=0, le=1e12)]
+
+
+RecordType = TypeVar("RecordType")
 
 
 class SenderAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -148,15 +151,24 @@ def ledger_from_json(text: str) -> Ledger:
     """Parse a ledger line.
 
     Raises:
-        msgspec.ValidationError: when a field is missing or has the wrong type.
+        msgspec.DecodeError: when it is no JSON, a field is missing (ValidationError) or has the wrong type, or it nests
+            too deeply.
     """
-    return msgspec.json.decode(text, type=Ledger)
+    return _decode(text, Ledger)
 
 
 def account_from_json(text: str) -> SenderAccount:
     """Parse a sender's account.
 
     Raises:
-        msgspec.ValidationError: when a field is missing, unknown or has the wrong type.
+        msgspec.DecodeError: when it is no JSON, a field is missing or unknown (ValidationError) or has the wrong type,
+            or it nests too deeply.
     """
-    return msgspec.json.decode(text, type=SenderAccount)
+    return _decode(text, SenderAccount)
+
+
+def _decode(text: str, kind: type[RecordType]) -> RecordType:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except RecursionError as error:
+        raise msgspec.DecodeError("nested too deeply") from error

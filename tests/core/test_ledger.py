@@ -153,3 +153,10 @@ def test_the_document_defines_the_ratio_as_dense_over_wire() -> None:
     (row,) = [line for line in DOCUMENT.read_text("utf-8").splitlines() if line.startswith("| `ratio`")]
     assert "`dense_bf16_bytes / wire_bytes`" in row
     assert "dense bf16 bytes over wire bytes" in (Ledger.__doc__ or "")
+
+
+def test_a_record_that_nests_without_end_is_no_record() -> None:
+    deep = '{"surplus":' + "[" * 100_000 + "]" * 100_000 + "}"
+    for parse in (ledger.account_from_json, ledger.ledger_from_json):
+        with pytest.raises(msgspec.DecodeError):
+            parse(deep)
