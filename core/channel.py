@@ -71,6 +71,9 @@ def server_options(max_connections: int = MAX_CONNECTIONS) -> Options:
         # Connections take files, and the store must always be able to open one.
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
+        # How far a caller may be ahead of a busy handler. gRPC estimates it otherwise, at times at tens of MiB.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", limits.MAX_MESSAGE_BYTES),
     ]
 
 

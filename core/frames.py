@@ -227,13 +227,17 @@ class Connection:
         except OSError as error:
             raise self._broken(error) from error
 
-    def drain(self, seconds: float, limit: int) -> None:
-        """Say that nothing more will be sent, and let the peer read what was: then take what it still sends."""
-        deadline, until = time.monotonic() + seconds, self.received + limit
+    def finish(self, seconds: float) -> None:
+        """Say that nothing more will be sent, and receive for so long at most, also in another thread."""
         self._stream.shutdown(socket.SHUT_WR)
+        self._stream.hurry(time.monotonic() + seconds)
+
+    def drain(self, limit: int) -> None:
+        """Take what the peer still sends, so many bytes at most: hung up on, it might not read what was sent to it."""
+        until = self.received + limit
         scratch = memoryview(bytearray(64 * 1024))
         try:
-            while self._stream.read_into(scratch, deadline) and self.received < until:
+            while self._stream.read_into(scratch, time.monotonic() + self.seconds) and self.received < until:
                 pass
         except OSError:
             return

@@ -13,6 +13,8 @@ import time
 # Below these sizes another call of the system costs more than a copy.
 _JOINED_BYTES = 16 * 1024
 _READ_AHEAD_BYTES = 512
+# How late somebody who waits may notice that another thread has given less time.
+_LOOK_SECONDS = 0.25
 
 
 class Stream:
@@ -33,6 +35,7 @@ class Stream:
         self._lock = threading.Lock()
         self._buffer = memoryview(bytearray(_READ_AHEAD_BYTES))
         self._ahead = self._buffer[:0]
+        self._latest = math.inf
         self.received = 0
         self.sent = 0
 
@@ -86,6 +89,10 @@ class Stream:
             while view:
                 view = view[self._write_some(view, deadline) :]
 
+    def hurry(self, deadline: float) -> None:
+        """Let no wait go on after ``deadline``, those of other threads included."""
+        self._latest = min(self._latest, deadline)
+
     def shutdown(self, how: int = socket.SHUT_RDWR) -> None:
         """End one direction or both; a thread that waits in here wakes up."""
         with contextlib.suppress(OSError):
@@ -123,8 +130,9 @@ class Stream:
                 return count
 
     def _wait(self, event: int, deadline: float) -> None:
-        left = deadline - time.monotonic()
         poll = select.poll()
         poll.register(self._endpoint, event)
-        if left <= 0 or not poll.poll(math.ceil(left * 1000)):
-            raise TimeoutError("timed out")
+        while (left := min(deadline, self._latest) - time.monotonic()) > 0:
+            if poll.poll(math.ceil(min(left, _LOOK_SECONDS) * 1000)):
+                return
+        raise TimeoutError("timed out")

@@ -54,6 +54,7 @@ class Session:
         self._received = 0
         self._sent = 0
         self._uncounted = [0, 0]
+        self._skipped: list[tuple[int, int]] = []
         self.admitted = False
 
     def run(self) -> None:
@@ -69,7 +70,7 @@ class Session:
         except KvferryError as error:
             # What a chunk was refused for counts for more than how the connection ended after that.
             failure = self._fail(error)
-            self._connection.drain(_LAST_WORDS_SECONDS, _LAST_WORDS_BYTES)
+            self._connection.drain(_LAST_WORDS_BYTES)
             raise failure from None
         finally:
             self._settle()
@@ -157,6 +158,7 @@ class Session:
 
     def _write(self, frame: frames.Put, control: int) -> None:
         if self._failure is not None:
+            self._skipped.append((len(frame.data), control))
             return
         try:
             self._intake.put(frame.artifact_id, frame.index, frame.data, control)
@@ -177,9 +179,10 @@ class Session:
         """Tell the peer why this is the end, once, and return that."""
         if self._failure is None:
             self._failure = error
+            self._connection.seconds = _LAST_WORDS_SECONDS
             with contextlib.suppress(KvferryError):
-                self._connection.seconds = _LAST_WORDS_SECONDS
                 self._connection.send(frames.failure(error))
+            self._connection.finish(_LAST_WORDS_SECONDS)
         return self._failure
 
     def _commit(self, frame: frames.Commit) -> None:
@@ -215,7 +218,8 @@ class Session:
     def _settle(self) -> None:
         """Charge what crossed after the last request: its answer, and chunks that were cut off or came too late."""
         lost = self._connection.received - self._received if self._charged is not None else 0
-        control = self._crossed(lost)
+        control = self._crossed(lost) + sum(skipped for _, skipped in self._skipped)
+        lost += sum(data for data, _ in self._skipped)
         self._count()
         self._metrics.received("resent", lost)
         if self._charged is not None and control + lost:

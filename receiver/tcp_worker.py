@@ -190,7 +190,8 @@ def _listen(address: Address) -> socket.socket:
         place = socket.getaddrinfo(address.host, address.port, family, socket.SOCK_STREAM)[0][4]
         dual = address.host == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
-    except OSError as error:
-        raise ConfigError(f"tcp: {address} cannot be bound: {error.strerror or error}", field="tcp") from error
+    except (OSError, UnicodeError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise ConfigError(f"tcp: {address} cannot be bound: {reason}", field="tcp") from error
     listener.setblocking(False)  # noqa: FBT003
     return listener

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -81,7 +83,8 @@ async def _dial(receiver: Address) -> socket.socket:
 
 def _unreachable(receiver: Address, error: Exception) -> UnavailableError:
     number = error.errno if isinstance(error, OSError) else None
-    text = (isinstance(error, OSError) and error.strerror) or str(error) or "timed out"
+    # asyncio puts words of its own in the place of the system's.
+    text = os.strerror(number) if number and number in errno.errorcode else str(error) or "timed out"
     advice = reachability.explain_errno(number, receiver.host) if isinstance(error, OSError) else ""
     return UnavailableError(
         f"{receiver}: cannot be reached ({text})" + (f"; {advice}" if advice else ""), peer=str(receiver)

@@ -81,6 +81,8 @@ def test_a_report_can_be_asked(open_client: Any, daemons: Any, fakes: Any) -> No
 def test_deliver_to_reaches_the_sender(open_client: Any, daemons: Any) -> None:
     open_client(deliver_to="mini.local:9").send(text="x")
     assert daemons.sender.start.receiver == "mini.local:9"
+    open_client(deliver_to="tcp://mini.local:7413").send(text="x")
+    assert daemons.sender.start.receiver == "tcp://mini.local:7413"
     open_client(deliver_to="").send(text="x")
     assert daemons.sender.start.receiver == ""
 

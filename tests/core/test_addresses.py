@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.core.addresses import RECEIVER_PORT, SENDER_PORT, Address, parse
+from kvferry.core.addresses import RECEIVER_PORT, SENDER_PORT, Address, parse, parse_receiver
 from kvferry.core.config import ReceiverConfig, SenderConfig
 from kvferry.core.errors import ConfigError
 
@@ -114,3 +114,24 @@ def test_daemons_listen_where_the_other_one_looks() -> None:
     assert parse(SenderConfig().listen, "listen") == Address("127.0.0.1", SENDER_PORT)
     assert parse(SenderConfig().receiver, "receiver") == parse(ReceiverConfig().listen, "listen")
     assert parse(ReceiverConfig().listen, "listen").port == RECEIVER_PORT
+
+
+def test_a_receiver_may_be_a_tcp_worker() -> None:
+    plain, worker = (parse_receiver(text, "receiver") for text in ("mini.local", "tcp://mini.local:7413"))
+    assert (plain, str(plain)) == (Address("mini.local", RECEIVER_PORT), "mini.local:7412")
+    assert (worker, str(worker)) == (Address("mini.local", 7413, tcp=True), "tcp://mini.local:7413")
+    assert parse_receiver("tcp://[::1]:5", "receiver") == Address("::1", 5, tcp=True)
+    assert parse_receiver("tcp://[::1]:5", "receiver").is_loopback
+
+
+@pytest.mark.parametrize(
+    "text", ["tcp://", "tcp://host", "tcp://host:70000", "tcp://::1:5", "tcp://tcp://h:1", "TCP://h:1", "http://h:1"]
+)
+def test_what_is_no_tcp_worker_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="^receiver: "):
+        parse_receiver(text, "receiver")
+
+
+def test_a_tcp_worker_is_no_address_of_anything_else() -> None:
+    with pytest.raises(ConfigError):
+        parse("tcp://127.0.0.1:7413", "listen")

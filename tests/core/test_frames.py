@@ -315,6 +315,22 @@ class TestConnections:
         thread.join(2)
         assert got == [None]
 
+    def test_whoever_waits_can_be_hurried(self, pair: Any) -> None:
+        _, connection = pair
+        got: list[Any] = []
+
+        def wait() -> None:
+            try:
+                connection.receive(seconds=60)
+            except DeadlineError as error:
+                got.append(error)
+
+        thread = in_background(wait)
+        time.sleep(0.05)
+        connection.finish(0.1)
+        thread.join(2)
+        assert len(got) == 1
+
     def test_bytes_are_counted_by_the_frame(self, pair: Any) -> None:
         here, connection = pair
         one, two = frames.encode(HELLO), frames.encode(PUT)
@@ -356,9 +372,15 @@ class TestConnections:
 
     def test_last_words_are_read_although_the_peer_goes_on_sending(self, pair: Any) -> None:
         here, connection = pair
-        thread = in_background(lambda: here.sendall(bytes(8 << 20)))
+
+        def flood() -> None:
+            here.sendall(bytes(8 << 20))
+            here.shutdown(socket.SHUT_WR)
+
+        thread = in_background(flood)
         connection.send(frames.Taken(5))
-        connection.drain(5.0, 64 << 20)
+        connection.finish(5.0)
+        connection.drain(64 << 20)
         connection.close()
         thread.join(5)
         assert here.recv(100) == frames.encode(frames.Taken(5))
@@ -378,7 +400,8 @@ class TestConnections:
 
         thread = in_background(flood)
         start = time.monotonic()
-        connection.drain(seconds, limit)
+        connection.finish(seconds)
+        connection.drain(limit)
         assert time.monotonic() - start < 2
         connection.close()
         thread.join(5)

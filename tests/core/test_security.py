@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,24 @@ class TestConfiguration:
         assert f"give {missing} (`kvferry certs` makes them)" in caught.value.message
         assert load(listen=EVERYWHERE, insecure=True, **given).insecure
 
+    @pytest.mark.parametrize(
+        ("given", "missing"),
+        [
+            ({}, "certificate, key, tokens"),
+            ({"certificate": "c", "key": "k"}, "tokens"),
+            ({"tokens": "t"}, "certificate, key"),
+        ],
+    )
+    def test_so_does_an_open_address_of_the_tcp_worker(self, given: dict[str, str], missing: str) -> None:
+        with pytest.raises(ConfigError, match="^tcp: 0.0.0.0:7412 can be reached") as caught:
+            load(tcp=EVERYWHERE, **given)
+        assert f"give {missing} (`kvferry certs` makes them)" in caught.value.message
+        assert load(tcp=EVERYWHERE, insecure=True, **given).insecure
+        assert load(tcp=EVERYWHERE, certificate="c", key="k", tokens="t")
+        assert load(tcp="127.0.0.1:0", **given)
+        with pytest.raises(ConfigError, match="^tcp: 'nowhere' is not host:port"):
+            load(tcp="nowhere")
+
     def test_with_both_it_needs_nothing_else(self) -> None:
         loaded = load(listen=EVERYWHERE, certificate="c", key="k", tokens="t")
         assert not loaded.insecure
@@ -95,6 +114,17 @@ class TestServer:
             protection = security.for_server(load(listen=EVERYWHERE, client_certificates=True, **given))
         assert protection.credentials is not None
         assert logs == []
+
+    @pytest.mark.parametrize("tcp", ["", "127.0.0.1:0"])
+    def test_a_tcp_worker_gets_the_same_files(self, folder: Path, tcp: str) -> None:
+        assert security.for_server(load(tcp=tcp)).context is None
+        given = files(folder, "certificate", "key", "authority")
+        context = security.for_server(load(tcp=tcp, **given)).context
+        assert (context is not None) is bool(tcp)
+        asking = security.for_server(load(tcp=tcp, client_certificates=True, **given)).context
+        if context is not None and asking is not None:
+            assert (context.verify_mode, asking.verify_mode) == (ssl.CERT_NONE, ssl.CERT_REQUIRED)
+            assert {one.minimum_version for one in (context, asking)} == {ssl.TLSVersion.TLSv1_2}
 
     @pytest.mark.parametrize(
         ("setting", "file"),

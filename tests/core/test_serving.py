@@ -215,6 +215,34 @@ async def test_the_line_names_the_port_that_was_taken(
     assert int(line.rstrip('"}').rpartition(":")[2]) > 0
 
 
+class Door:
+    """A companion that notes when it is closed."""
+
+    def __init__(self) -> None:
+        self.address = Address("127.0.0.1", 7413)
+        self.closed: list[float] = []
+
+    def close(self, grace_seconds: float) -> None:
+        self.closed.append(grace_seconds)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+async def test_a_tcp_worker_is_announced_and_closed_with_the_server(
+    capsys: pytest.CaptureFixture[str], *, as_json: bool
+) -> None:
+    door = Door()
+    task = asyncio.create_task(serving.serve(receiver(grace=0.25), lambda _: [], tcp=door, announce_json=as_json))
+    line = await announced(task, capsys)
+    if as_json:
+        assert json.loads(line)["tcp"] == "127.0.0.1:7413"
+    else:
+        assert ", tcp://127.0.0.1:7413" in line
+    assert door.closed == []
+    os.kill(os.getpid(), signal.SIGTERM)
+    await task
+    assert door.closed == [0.25]
+
+
 @pytest.mark.parametrize("extra", [-1, 0, 1])
 async def test_a_message_may_be_as_large_as_the_limit_and_no_larger(start: Start, extra: int) -> None:
     async with start(receiver()) as running:

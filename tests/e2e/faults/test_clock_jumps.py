@@ -134,8 +134,8 @@ def watched(
         yield Watched(receiver, client, kept, local_answer(tiny_model(), DOCUMENT, QUESTION))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("days", [10, pytest.param(-10, marks=pytest.mark.endurance)])
+@pytest.mark.endurance
+@pytest.mark.parametrize("days", [10, -10])
 def test_daemons_whose_clock_jumps(clock: Clock, watched: Watched, days: int) -> None:
     # In the middle of a transfer: it goes on, and what is kept has not been unused for ten days.
     jumped: list[Progress] = []

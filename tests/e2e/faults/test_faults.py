@@ -32,7 +32,7 @@ numbers = itertools.count()
 LONGEST_SECONDS = 25.0
 # How long the client waits for a word. A sender whose receiver is silent is itself silent for as long as an attempt and
 # the pause after it, and must not be given up for that.
-IDLE_SECONDS = {"sender": 2.0, "receiver": 4.0}
+IDLE_SECONDS = {"sender": 1.5, "receiver": 4.0}
 FAULTS = {"frozen": signal.SIGSTOP, "killed": signal.SIGKILL}
 ERRORS = {"frozen": DeadlineError, "killed": UnavailableError}
 MOMENTS: dict[str, Callable[[Progress], bool]] = {
@@ -45,11 +45,9 @@ MOMENTS: dict[str, Callable[[Progress], bool]] = {
 BY_DEFAULT = {
     *(("sender", "frozen", stage) for stage in MOMENTS),
     ("sender", "killed", "transfer"),
-    ("sender", "killed", "commit"),
     ("receiver", "frozen", "offer"),
     ("receiver", "frozen", "transfer"),
     ("receiver", "killed", "transfer"),
-    ("receiver", "killed", "commit"),
     ("receiver", "frozen", "reading"),
     ("receiver", "frozen", "answering"),
     ("receiver", "killed", "answering"),
