@@ -85,7 +85,7 @@ def artifact(root: Path, payload_bytes: int, chunk_bytes: int, seed: int = 0) ->
 
 
 def _describe(tokens: int, ids: bytes, sections: tuple[Section, ...], payload: Payload) -> Manifest:
-    layer = LayerLayout("KVCache", KV_HEADS, HEAD_DIM, HEAD_DIM, "BF16", tokens, tokens, "contiguous")
+    layer = LayerLayout("KVCache", KV_HEADS, HEAD_DIM, HEAD_DIM, "BF16", tokens, None, tokens, "contiguous", 0, 0)
     return Manifest(
         version=MANIFEST_VERSION,
         form="kv",
@@ -98,7 +98,7 @@ def _describe(tokens: int, ids: bytes, sections: tuple[Section, ...], payload: P
         layout=(layer,) * LAYERS,
         method=Method("B1", "custom", aware=False, consume="inject", params={}, seed=None, calibration=()),
         mapper=None,
-        encoding=Encoding(None, None, None, None, None, None),
+        encoding=Encoding(None, None, None, None, None, None, None),
         sections=sections,
         payload=payload,
         parity=Parity((0,), (0,), (0.0,), 0.0),

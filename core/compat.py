@@ -11,6 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
+from kvferry.core import layout as layouts
 from kvferry.core.errors import RefusedError
 from kvferry.core.manifest import LayerLayout, Manifest, Model, Rope, Tokenizer
 
@@ -86,6 +87,7 @@ class Profile:
         probe_error: largest relative error of the attach-time RoPE probe.
         unsupported: why this model's cache cannot be carried, or empty.
         vocabulary: how many logits the model gives; token ids are below it.
+        attention: why packed rows, and heads that keep different numbers, cannot be attended here, or empty.
     """
 
     model: Model
@@ -98,6 +100,7 @@ class Profile:
     max_payload_bytes: int
     unsupported: str = ""
     vocabulary: int = 2**32
+    attention: str = ""
 
     @property
     def dense_bytes_per_token(self) -> int:
@@ -137,7 +140,7 @@ def _reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:
     if manifest.mapper is not None:
         yield Reason(ReasonCode.NO_MAPPER, "mapper.digest", manifest.mapper.digest.hex(), "no mapper installed")
     if manifest.form == "kv":
-        yield from _encoding_reasons(manifest)
+        yield from _encoding_reasons(manifest, receiver)
     if manifest.payload.length > receiver.max_payload_bytes:
         yield Reason(
             ReasonCode.TOO_LARGE,
@@ -237,13 +240,17 @@ def _layer_reasons(path: str, artifact: LayerLayout, local: LayerGeometry) -> It
 
 
 def _row_reasons(manifest: Manifest) -> Iterator[Reason]:
-    """A layer with another offset than the prefix, or contiguous rows that are not all of it, is no cache of it."""
+    """Rows that are not of this prefix, or a logical length that is neither its own nor that of renumbered rows."""
     tokens = manifest.prefix.tokens if manifest.prefix else 0
-    for index, layer in enumerate(manifest.layout or ()):
-        yield from _differs(ReasonCode.LAYOUT_MISMATCH, f"layout[{index}].offset", layer.offset, tokens)
-        if layer.positions == "contiguous":
-            yield from _differs(ReasonCode.LAYOUT_MISMATCH, f"layout[{index}].rows", layer.rows, tokens)
-        elif layer.rows > tokens:
+    layout = manifest.layout or ()
+    for index, layer in enumerate(layout):
+        renumbered = layer.positions == "renumbered"
+        # A question continues at one position, in every layer.
+        wanted = layout[0].offset if renumbered and layout[0].positions == "renumbered" else tokens
+        yield from _differs(ReasonCode.LAYOUT_MISMATCH, f"layout[{index}].offset", layer.offset, wanted)
+        if layer.positions in ("contiguous", "renumbered"):
+            yield from _differs(ReasonCode.LAYOUT_MISMATCH, f"layout[{index}].rows", layer.rows, layer.offset)
+        if layer.rows > tokens:
             yield Reason(ReasonCode.LAYOUT_MISMATCH, f"layout[{index}].rows", str(layer.rows), f"at most {tokens}")
 
 
@@ -258,7 +265,23 @@ def _probe_reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:
             )
 
 
-def _encoding_reasons(manifest: Manifest) -> Iterator[Reason]:
+def _encoding_reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:
     encoding = manifest.encoding
-    for name in ("key_bits", "value_bits", "entropy"):
-        yield from _differs(ReasonCode.ENCODING_UNSUPPORTED, f"encoding.{name}", getattr(encoding, name), None)
+    packed = False
+    for part in ("key", "value"):
+        bits, group = getattr(encoding, f"{part}_bits"), getattr(encoding, f"{part}_group")
+        packed = packed or bits is not None
+        if bits is not None and bits not in layouts.WIDTHS:
+            yield Reason(ReasonCode.ENCODING_UNSUPPORTED, f"encoding.{part}_bits", str(bits), _listed(layouts.WIDTHS))
+        if group is not None and group not in layouts.GROUPS:
+            yield Reason(ReasonCode.ENCODING_UNSUPPORTED, f"encoding.{part}_group", str(group), _listed(layouts.GROUPS))
+    yield from _differs(ReasonCode.ENCODING_UNSUPPORTED, "encoding.entropy", encoding.entropy, None)
+    ragged = any(layer.head_rows is not None for layer in manifest.layout or ())
+    if receiver.attention and (packed or ragged):
+        code = ReasonCode.ENCODING_UNSUPPORTED if packed else ReasonCode.LAYOUT_UNSUPPORTED
+        field = "encoding.key_bits" if packed else "layout.head_rows"
+        yield Reason(code, field, "packed rows" if packed else "ragged heads", receiver.attention)
+
+
+def _listed(values: tuple[int, ...]) -> str:
+    return "one of " + ", ".join(str(value) for value in values)

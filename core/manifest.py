@@ -114,7 +114,13 @@ class Positions(_Group, frozen=True):
 
 
 class LayerLayout(_Group, frozen=True):
-    """One layer's cache. ``positions`` is "contiguous" (rows 0..rows-1, rows = offset) or "explicit" (a section)."""
+    """One layer's cache.
+
+    ``rows`` counts those of the head that keeps most; ``head_rows`` counts every head's where they differ.
+    ``positions`` is "contiguous" (rows 0..rows-1, rows = offset = the prefix), "renumbered" (the same, with fewer rows
+    than the prefix has tokens), "explicit" (a section with a position a head and row) or "shared" (one a row).
+    ``packed_keys`` and ``packed_values`` count the first rows that are packed; the rest is dense.
+    """
 
     cache_class: Name
     kv_heads: Positive
@@ -122,8 +128,11 @@ class LayerLayout(_Group, frozen=True):
     value_dim: Positive
     dtype: Literal["F16", "BF16", "F32"]
     rows: Positive
+    head_rows: Many[Positive] | None
     offset: Positive
-    positions: Literal["contiguous", "explicit"]
+    positions: Literal["contiguous", "renumbered", "explicit", "shared"]
+    packed_keys: Count
+    packed_values: Count
 
 
 class Method(_Group, frozen=True):
@@ -152,12 +161,16 @@ class Mapper(_Group, frozen=True):
 
 
 class Encoding(_Group, frozen=True):
-    """How K and V are stored. Bits are nil for dense tensors; ``zstd`` is the level where a section is compressed."""
+    """How K and V are stored. Bits are nil for dense tensors; ``zstd`` is the level where a section is compressed.
+
+    ``key_axis`` says along what the groups of packed keys lie: "token" (the head dimension) or "channel" (the rows).
+    """
 
     key_bits: Positive | None
     value_bits: Positive | None
     key_group: Positive | None
     value_group: Positive | None
+    key_axis: Literal["token", "channel"] | None
     entropy: Name | None
     zstd: Annotated[int, Meta(ge=1, le=22)] | None
 

@@ -21,7 +21,7 @@ from kvferry.core.plan import Plan, make_plan
 
 MANIFEST_FILE = "manifest.msgpack"
 PAYLOAD_FILE = "payload.safetensors"
-_JOURNAL_FILE = "chunks"
+JOURNAL_FILE = "chunks"
 _ABSENT, _PRESENT = b"\x00", b"\x01"
 # After one byte a chunk the journal counts chunk bytes and protocol bytes, so that a resumed transfer is charged whole;
 # with a checksum, because a damaged journal must not end up in a ledger.
@@ -46,7 +46,7 @@ class Partial:
         with contextlib.ExitStack() as undo:
             self._payload = os.open(path / PAYLOAD_FILE, os.O_RDWR | os.O_CREAT, 0o600)
             undo.callback(os.close, self._payload)
-            self._journal = os.open(path / _JOURNAL_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+            self._journal = os.open(path / JOURNAL_FILE, os.O_RDWR | os.O_CREAT, 0o600)
             undo.callback(os.close, self._journal)
             os.ftruncate(self._payload, self.manifest.payload.length)
             os.ftruncate(self._journal, count + _COUNTED_BYTES)

@@ -1,4 +1,4 @@
-"""Where payload bytes are: in a file that outlives the process, or in memory. Chunk by chunk, verified when read."""
+"""Payload bytes where they lie, chunk by chunk, and the sections that are read from them, verified."""
 
 from __future__ import annotations
 
@@ -63,24 +63,6 @@ class FilePayload:
         if len(data) != end - start:
             raise StoreError(f"chunk {index}: the stored payload is cut short", chunk=index)
         return data
-
-
-class MemoryPayload:
-    """A payload in memory: the chunks as they came, never copied."""
-
-    def __init__(self, chunks: tuple[bytes, ...]) -> None:
-        self._chunks = chunks
-
-    def read_chunk(self, index: int) -> bytes:
-        """Return a chunk."""
-        if not 0 <= index < len(self._chunks):
-            raise ContainerError(
-                f"chunk {index}: the payload has {len(self._chunks)} chunks",
-                field="index",
-                value=index,
-                limit=len(self._chunks),
-            )
-        return self._chunks[index]
 
 
 class Sections:

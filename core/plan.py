@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvferry.core import container, limits, probe
+from kvferry.core import container, layout, limits, probe
 from kvferry.core.digests import DIGEST_BYTES, digest
 from kvferry.core.errors import ContainerError, IntegrityError, ManifestError, TooLargeError
-from kvferry.core.manifest import DTYPE_BYTES, LayerLayout, Manifest, Payload, Section
+from kvferry.core.manifest import DTYPE_BYTES, Manifest, Payload, Section
 
 
 @dataclass(frozen=True)
@@ -151,8 +150,8 @@ def _check_form(manifest: Manifest) -> None:
     if manifest.form != "kv":
         _check_text_sections(manifest)
         return
-    expected = tuple(_expected_sections(manifest))
-    actual = tuple((section.name, section.dtype, section.shape) for section in manifest.sections)
+    expected = tuple(layout.sections(manifest))
+    actual = tuple(layout.Expected(section.name, section.dtype, section.shape) for section in manifest.sections)
     if actual != expected:
         _raise_first_difference(actual, expected)
     if manifest.parity is not None:
@@ -186,31 +185,21 @@ def _check_section_sizes(sections: tuple[Section, ...]) -> None:
             )
 
 
-def _expected_sections(manifest: Manifest) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    if manifest.prefix is not None:
-        yield container.IDS, "U32", (manifest.prefix.tokens,)
-    for index, layer in enumerate(manifest.layout or ()):
-        yield from _layer_sections(index, layer)
-
-
-def _layer_sections(index: int, layer: LayerLayout) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    if layer.positions == "explicit":
-        yield container.positions_name(index), "I32", (layer.kv_heads, layer.rows)
-    yield container.keys_name(index), layer.dtype, (layer.kv_heads, layer.rows, layer.key_dim)
-    yield container.values_name(index), layer.dtype, (layer.kv_heads, layer.rows, layer.value_dim)
-
-
 def _raise_first_difference(actual: tuple[object, ...], expected: tuple[object, ...]) -> None:
     for index in range(max(len(actual), len(expected))):
         got = actual[index] if index < len(actual) else None
         want = expected[index] if index < len(expected) else None
         if got != want:
             raise ManifestError(
-                f"sections[{index}]: {got}, but the layout asks for {want}",
+                f"sections[{index}]: {_shown(got)}, but the layout asks for {_shown(want)}",
                 field=f"sections[{index}]",
-                value=str(got),
-                expected=str(want),
+                value=_shown(got),
+                expected=_shown(want),
             )
+
+
+def _shown(section: object) -> str:
+    return str(tuple(section)) if isinstance(section, tuple) else str(section)
 
 
 def _check_text_sections(manifest: Manifest) -> None:

@@ -17,12 +17,15 @@ from kvferry.core import limits
 from kvferry.core.compat import LayerGeometry, Profile
 from kvferry.core.errors import ContextOverflowError, ModelError
 from kvferry.core.manifest import Model
+from kvferry.engine import attention as attention_hook
 from kvferry.engine import fingerprint, rope
 from kvferry.engine.backend import check_compiler
-from kvferry.engine.cache import BranchCache, PrefixCache
+from kvferry.engine.cache import PrefixCache
 from kvferry.engine.generate import Answer, Sampling, Token, forward, generate
+from kvferry.engine.layers import Branch
 from kvferry.engine.prefill import DEFAULT_PREFILL_CHUNK, prefill, read, snapshot
 from kvferry.engine.prompt import PROMPT_VERSION, PromptBuilder
+from kvferry.engine.ragged import RaggedLayer, heads_of
 from kvferry.engine.tensors import dtype_name, scalar
 
 _DEFAULT_CONTEXT = 2048
@@ -52,6 +55,7 @@ class LoadedModel:
     prompt: PromptBuilder
     profile: Profile
     prefill_chunk: int
+    rotations: tuple[rope.Rotation, ...] = ()
 
     def prefill(self, ids: Sequence[int]) -> Generator[int, None, PrefixCache]:
         """Read a prefix to keep it; see ``kvferry.engine.prefill.prefill``.
@@ -74,7 +78,7 @@ class LoadedModel:
         self.check_context(len(ids), 0, 1)
         return read(self.model, ids, self.prefill_chunk)
 
-    def forward(self, ids: Sequence[int], caches: Sequence[BranchCache]) -> mx.array:
+    def forward(self, ids: Sequence[int], caches: Sequence[Branch]) -> mx.array:
         """Return logits [N, V] for fresh tokens on a branch."""
         return forward(self.model, ids, caches)
 
@@ -153,8 +157,8 @@ def load(
         quantization=fingerprint.quantization(config),
         adapter=fingerprint.adapter_digest(Path(adapter)) if adapter else None,
     )
-    profile = _attach(model, config, identity, tokenizer, max_payload_bytes)
-    return LoadedModel(model, tokenizer, PromptBuilder(tokenizer), profile, prefill_chunk)
+    profile, rotations = _attach(model, config, identity, tokenizer, max_payload_bytes)
+    return LoadedModel(model, tokenizer, PromptBuilder(tokenizer), profile, prefill_chunk, rotations)
 
 
 def _locate(source: str, revision: str) -> Path:
@@ -202,13 +206,18 @@ def _reason(error: Exception) -> str:
     return text if len(text) <= _REASON_CHARACTERS else f"{text[:_REASON_CHARACTERS]} …"
 
 
-def _attach(model: Any, config: dict[str, Any], identity: Model, tokenizer: Any, max_payload_bytes: int) -> Profile:
+def _attach(
+    model: Any, config: dict[str, Any], identity: Model, tokenizer: Any, max_payload_bytes: int
+) -> tuple[Profile, tuple[rope.Rotation, ...]]:
     """Run the attach-time proofs and describe the model by what they measured."""
     context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
     probe, cache = rope.probe(model, len(tokenizer))
     layers = tuple(_geometry(layer) for layer in cache)
+    # Proven together, because what is installed is only proven by the second.
+    attention = attention_hook.install(model)
     unsupported = probe.unsupported or _self_test(model, cache)
-    return Profile(
+    attention = attention or ("" if unsupported else _self_test_ragged(model, cache))
+    profile = Profile(
         model=identity,
         tokenizer=fingerprint.tokenizer_identity(tokenizer),
         prompt_version=PROMPT_VERSION,
@@ -220,7 +229,9 @@ def _attach(model: Any, config: dict[str, Any], identity: Model, tokenizer: Any,
         unsupported=unsupported,
         # Its shape is known before anything is computed.
         vocabulary=int(model(mx.array([_SELF_TEST_IDS], dtype=mx.uint32)).shape[-1]),
+        attention=attention,
     )
+    return profile, probe.rotations
 
 
 def _geometry(cache: Any) -> LayerGeometry:
@@ -238,7 +249,27 @@ def _self_test(model: Any, cache: list[Any]) -> str:
     except ModelError as error:
         return error.message
     own = model(mx.array([_SELF_TEST_IDS], dtype=mx.uint32), cache=cache)[0]
-    scale = scalar(mx.max(mx.abs(own.astype(mx.float32)))) or 1.0
-    difference = scalar(mx.max(mx.abs((own - carried).astype(mx.float32)))) / scale
-    tolerance = rope.TOLERANCE.get(own.dtype, 0.0)
-    return "" if difference <= tolerance else f"a carried cache gives other logits: relative error {difference:.2g}"
+    for layer in cache:
+        layer.trim(len(_SELF_TEST_IDS))
+    return _compare(own, carried, "a carried cache")
+
+
+def _self_test_ragged(model: Any, cache: list[Any]) -> str:
+    """Compare a branch that attends head by head with one that mlx-lm attends. Return what is wrong, or ""."""
+    prefix = snapshot(cache)
+    count = len(_SELF_TEST_IDS)
+    plain = forward(model, _SELF_TEST_IDS, prefix.branch(count))
+    split = PrefixCache(tuple(RaggedLayer(heads_of(layer)) for layer in prefix.layers), prefix.offset)
+    branches = split.branch(count)
+    try:
+        ragged = forward(model, _SELF_TEST_IDS, branches)
+    except (ValueError, ModelError) as error:
+        return f"attention head by head: {_reason(error)}"
+    return _compare(plain, ragged, "attention head by head")
+
+
+def _compare(expected: mx.array, actual: mx.array, what: str) -> str:
+    scale = scalar(mx.max(mx.abs(expected.astype(mx.float32)))) or 1.0
+    difference = scalar(mx.max(mx.abs((expected - actual).astype(mx.float32)))) / scale
+    tolerance = rope.TOLERANCE.get(expected.dtype, 0.0)
+    return "" if difference <= tolerance else f"{what} gives other logits: relative error {difference:.2g}"

@@ -9,7 +9,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvferry.core.errors import ModelError
-from kvferry.engine.cache import PrefixCache, PrefixLayer
+from kvferry.engine.cache import PrefixCache
+from kvferry.engine.dense import DenseLayer
 
 DEFAULT_PREFILL_CHUNK = 512
 
@@ -65,7 +66,7 @@ def snapshot(cache: Sequence[Any]) -> PrefixCache:
         if type(layer).__name__ != "KVCache":
             raise ModelError(f"layer {index}: cache class {type(layer).__name__}, only KVCache can be carried")
         keys, values = layer.keys_and_values()
-        layers.append(PrefixLayer(mx.contiguous(keys), mx.contiguous(values)))
+        layers.append(DenseLayer(mx.contiguous(keys), mx.contiguous(values)))
     frozen = PrefixCache(tuple(layers), int(cache[0].offset))
-    mx.eval([(layer.keys, layer.values) for layer in frozen.layers])
+    mx.eval(frozen.arrays)
     return frozen

@@ -37,21 +37,47 @@ class Rotation:
 
     def unrotate(self, keys: mx.array, offset: int) -> mx.array:
         """Return keys [B, Hk, N, D] before rotation, in fp32, for rows at positions offset..offset+N-1."""
-        plain = keys.astype(mx.float32)
+        turned = self._turn(keys, offset, forward=False)
+        return self._scaled(turned, 1.0 / self.rope.mscale)
+
+    def unrotate_at(self, keys: mx.array, positions: mx.array) -> mx.array:
+        """Return rows [Hk, R, D] before rotation, in fp32, for rows at ``positions``, int32 [Hk, R]."""
+        return self._scaled(self._turn_rows(keys, positions, forward=False), 1.0 / self.rope.mscale)
+
+    def rotate_at(self, plain: mx.array, positions: mx.array) -> mx.array:
+        """Return rows [Hk, R, D] as the model would cache them at ``positions``, int32 [Hk, R], in fp32."""
+        return self._turn_rows(self._scaled(plain, self.rope.mscale), positions, forward=True)
+
+    def shift(self, keys: mx.array, change: mx.array) -> mx.array:
+        """Return rotated rows [Hk, R, D] moved by ``change`` positions each, int32 [Hk, R], in their own dtype."""
+        return self._turn_rows(keys, change, forward=True).astype(keys.dtype)
+
+    def _turn_rows(self, rows: mx.array, positions: mx.array, *, forward: bool) -> mx.array:
+        # A position a row: rows stand on the batch axis, where the kernel takes an array of offsets.
+        heads, count, width = rows.shape
+        flat = self._turn(rows.reshape(heads * count, 1, 1, width), positions.reshape(-1), forward=forward)
+        return flat.reshape(heads, count, width)
+
+    def _turn(self, rows: mx.array, offset: int | mx.array, *, forward: bool) -> mx.array:
+        """Rotate [B, Hk, N, D] in fp32 without magnitudes."""
+        plain = rows.astype(mx.float32)
         if self.rope.kind == "none":
             return plain
-        turned = mx.fast.rope(
+        sign = 1.0 if forward else -1.0
+        return mx.fast.rope(
             plain,
             self.rope.dims,
             traditional=self.rope.traditional,
             base=self.rope.base,
-            scale=self.rope.scale if self.freqs is not None else -self.rope.scale,
+            scale=self.rope.scale if self.freqs is not None else sign * self.rope.scale,
             offset=offset,
-            freqs=-self.freqs if self.freqs is not None else None,
+            freqs=sign * self.freqs if self.freqs is not None else None,
         )
-        if self.rope.mscale != 1.0:
-            turned[..., : self.rope.dims] = turned[..., : self.rope.dims] / self.rope.mscale
-        return turned
+
+    def _scaled(self, rows: mx.array, factor: float) -> mx.array:
+        if self.rope.kind == "none" or factor == 1.0:
+            return rows
+        return mx.concatenate([rows[..., : self.rope.dims] * factor, rows[..., self.rope.dims :]], axis=-1)
 
 
 @dataclass(frozen=True)

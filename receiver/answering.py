@@ -222,7 +222,7 @@ def _reread_key(artifact_id: bytes) -> bytes:
 
 
 def _kept(prefix: PrefixCache, figures: ParityFigures | None, reconstruct_ms: float = 0.0) -> Preparation:
-    rows = [layer.rows for layer in prefix.layers]
+    rows = prefix.row_counts
     return Preparation(prefix, rows, prefix.offset, 0, prefix.offset, reconstruct_ms, parity=figures)
 
 

@@ -9,9 +9,15 @@ import mlx.core as mx
 from kvferry.core import container
 from kvferry.core.digests import digest
 from kvferry.core.errors import ContainerError
-from kvferry.core.manifest import LayerLayout, Manifest
+from kvferry.core.layout import Tensor, layer_sections, tensors
+from kvferry.core.manifest import Dtype, Encoding, LayerLayout, Manifest
 from kvferry.core.payloads import Sections
-from kvferry.engine.cache import PrefixCache, PrefixLayer
+from kvferry.engine.cache import PrefixCache
+from kvferry.engine.dense import DenseLayer
+from kvferry.engine.layers import Layer
+from kvferry.engine.packed import PackedLayer, PackedTensor
+from kvferry.engine.packing import Packed
+from kvferry.engine.ragged import RaggedLayer
 from kvferry.engine.tensors import from_bytes
 
 
@@ -63,27 +69,82 @@ def prefix_cache(manifest: Manifest, sections: Sections) -> PrefixCache:
     if manifest.prefix is None or manifest.layout is None:
         raise ContainerError(f"form: a {manifest.form} artifact holds no cache", field="form")
     prefix_ids(manifest, sections)
-    layers = tuple(_layer(index, layout, sections) for index, layout in enumerate(manifest.layout))
-    mx.eval([(layer.keys, layer.values) for layer in layers])
-    return PrefixCache(layers, manifest.prefix.tokens)
+    layers = tuple(
+        _layer(_Source(index, layout, manifest.encoding, sections)) for index, layout in enumerate(manifest.layout)
+    )
+    cache = PrefixCache(layers, manifest.layout[0].offset)
+    mx.eval(cache.arrays)
+    return cache
 
 
-def _layer(index: int, layout: LayerLayout, sections: Sections) -> PrefixLayer:
-    keys = from_bytes(
-        sections.read(container.keys_name(index)), layout.dtype, (1, layout.kv_heads, layout.rows, layout.key_dim)
-    )
-    values = from_bytes(
-        sections.read(container.values_name(index)), layout.dtype, (1, layout.kv_heads, layout.rows, layout.value_dim)
-    )
-    if layout.positions == "contiguous":
-        return PrefixLayer(keys, values)
-    name = container.positions_name(index)
-    positions = from_bytes(sections.read(name), "I32", (layout.kv_heads, layout.rows))
-    ascending = mx.all(positions[:, 1:] > positions[:, :-1]).item() if layout.rows > 1 else True
-    inside = mx.all((positions >= 0) & (positions < layout.offset)).item()
+@dataclass(frozen=True)
+class _Source:
+    """A layer's sections and what the manifest says of them."""
+
+    index: int
+    layout: LayerLayout
+    encoding: Encoding
+    sections: Sections
+
+    def read(self, name: str, dtype: Dtype, shape: tuple[int, ...]) -> mx.array:
+        return from_bytes(self.sections.read(name), dtype, shape)
+
+
+def _layer(source: _Source) -> Layer:
+    layout = source.layout
+    expected = {item.name: item for item in layer_sections(source.index, layout, source.encoding)}
+    arrays = {name: source.read(*item) for name, item in expected.items()}
+    positions = arrays.get(container.positions_name(source.index))
+    keys, values = tensors(source.index, layout, source.encoding)
+    if layout.head_rows is None:
+        if positions is not None:
+            positions = mx.broadcast_to(positions, (layout.kv_heads, layout.rows))
+            _check_positions(source, positions)
+        return _build(_tensor(keys, arrays), _tensor(values, arrays), positions)
+    if positions is None:
+        raise ContainerError(f"layout[{source.index}].positions: a ragged layer has explicit ones", field="layout")
+    heads = []
+    start = 0
+    for count in layout.head_rows:
+        rows = slice(start, start + count)
+        one = {name: array[None, rows] for name, array in arrays.items()}
+        _check_positions(source, positions[None, rows])
+        heads.append(_build(_tensor(keys, one), _tensor(values, one), positions[None, rows]))
+        start += count
+    return RaggedLayer(tuple(heads))
+
+
+def _build(
+    keys: mx.array | PackedTensor, values: mx.array | PackedTensor, positions: mx.array | None
+) -> DenseLayer | PackedLayer:
+    if isinstance(keys, mx.array) and isinstance(values, mx.array):
+        return DenseLayer(keys, values, positions)
+    return PackedLayer(_as_packed(keys), _as_packed(values), positions)
+
+
+def _as_packed(part: mx.array | PackedTensor) -> PackedTensor:
+    return PackedTensor(None, part) if isinstance(part, mx.array) else part
+
+
+def _tensor(tensor: Tensor, arrays: dict[str, mx.array]) -> mx.array | PackedTensor:
+    """Return rows [1, Hk, R, D] from arrays [Hk, R, ...], dense or packed."""
+    if tensor.bits is None or tensor.group is None:
+        return arrays[tensor.name][None]
+    tail = arrays.get(f"{tensor.name}.tail")
+    if not tensor.packed and tail is not None:
+        return PackedTensor(None, tail[None])
+    codes, scales, biases = (arrays[f"{tensor.name}.{part}"][None] for part in ("codes", "scales", "biases"))
+    packed = Packed(codes, scales, biases, tensor.bits, tensor.group, tensor.axis)
+    none = mx.zeros((1, codes.shape[1], 0, tensor.dim), dtype=scales.dtype)
+    return PackedTensor(packed, none if tail is None else tail[None])
+
+
+def _check_positions(source: _Source, positions: mx.array) -> None:
+    limit, name = source.layout.offset, container.positions_name(source.index)
+    ascending = mx.all(positions[:, 1:] > positions[:, :-1]).item() if positions.shape[1] > 1 else True
+    inside = mx.all((positions >= 0) & (positions < limit)).item()
     if not (ascending and inside):
-        raise ContainerError(f"section {name}: positions must ascend within 0..{layout.offset - 1}", field=name)
-    return PrefixLayer(keys, values, positions)
+        raise ContainerError(f"section {name}: positions must ascend within 0..{limit - 1}", field=name)
 
 
 def _decode(name: str, data: bytes) -> str:

@@ -142,8 +142,9 @@ class ArtifactMaker:
             contents = tuple(text_contents(material, reading.system))
             kv_groups = {}
         else:
-            contents = tuple(kv_contents(material.cache, reading.ids))
-            kv_groups = self._kv_groups(reading, material)
+            layout = kv_layout(material.cache, reading.prefix.tokens)
+            contents = tuple(kv_contents(material.cache, layout, reading.ids))
+            kv_groups = self._kv_groups(reading, material) | {"layout": layout}
 
         def describe(sections: tuple[Section, ...], payload: Payload) -> Manifest:
             plain = self._text_manifest(request, material, sections, payload)
@@ -184,7 +185,6 @@ class ArtifactMaker:
             "tokenizer": profile.tokenizer,
             "prefix": reading.prefix,
             "positions": Positions(profile.rope, profile.probe_error),
-            "layout": kv_layout(material.cache),
             "parity": parity.measure(self._model, material.cache, material.bound),
         }
 
@@ -217,6 +217,6 @@ def _method_group(request: _Request, material: Material) -> MethodGroup:
         aware=info.aware,
         consume=_consume(material),
         params=msgspec.to_builtins(request.parameters) | replaced,
-        seed=None,
-        calibration=(),
+        seed=getattr(request.parameters, "seed", None),
+        calibration=material.calibration if isinstance(material, KvMaterial) else (),
     )

@@ -14,7 +14,7 @@ from kvferry.core.wire import MethodInfo
 from kvferry.engine.cache import PrefixCache
 from kvferry.sender.reading import Reading
 
-DENSE = Encoding(None, None, None, None, None, None)
+DENSE = Encoding(None, None, None, None, None, None, None)
 
 
 class NoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,12 +40,14 @@ class KvMaterial:
     Attributes:
         cache: what the receiver shall rebuild.
         encoding: how K and V are stored.
-        bound: mean KL in nats that the method promises to stay within.
+        bound: mean KL in nats, on the probe, between the cache here and the same cache rebuilt there.
+        calibration: digests of the calibrations that shaped it.
     """
 
     cache: PrefixCache
     encoding: Encoding = DENSE
     bound: float = 0.0
+    calibration: tuple[bytes, ...] = ()
 
 
 Material = TextMaterial | KvMaterial

@@ -20,6 +20,7 @@ class Reading:
     """What a method works on. Use from the worker thread.
 
     Attributes:
+        model: the sender's.
         text: the document.
         system: the system prompt.
         question: the question; only aware methods may look at it.
@@ -27,7 +28,7 @@ class Reading:
     """
 
     def __init__(self, model: LoadedModel, residency: Residency, text: str, system: str, question: str | None) -> None:
-        self._model = model
+        self.model = model
         self._residency = residency
         self.text = text
         self.system = system
@@ -44,7 +45,7 @@ class Reading:
     @cached_property
     def ids(self) -> list[int]:
         """The prefix's token ids under the sender's model."""
-        return self._model.prompt.prefix(self.text, self.system)
+        return self.model.prompt.prefix(self.text, self.system)
 
     @cached_property
     def prefix(self) -> Prefix:
@@ -58,9 +59,9 @@ class Reading:
             ModelError: when this model's caches cannot be carried.
             ContextOverflowError: when the document does not fit the context.
         """
-        problem = self._model.profile.unsupported
+        problem = self.model.profile.unsupported
         if problem:
-            raise ModelError(f"model: {self._model.profile.model.id}: its cache cannot be sent: {problem}")
+            raise ModelError(f"model: {self.model.profile.model.id}: its cache cannot be sent: {problem}")
         yield Progress("tokenise", 0, len(self.text))
         total = len(self.ids)
         yield Progress("prefill", 0, total)
@@ -73,7 +74,7 @@ class Reading:
         return cache
 
     def _read(self, total: int) -> Generator[Progress, None, PrefixCache]:
-        steps = self._model.prefill(self.ids)
+        steps = self.model.prefill(self.ids)
         try:
             while True:
                 start = time.perf_counter()

@@ -11,6 +11,7 @@ from kvferry.core.errors import InvalidRequestError, UnknownMethodError
 from kvferry.core.manifest import Scalar
 from kvferry.sender.kv.native import NativeCache
 from kvferry.sender.kv.serialised import SerialisedCache
+from kvferry.sender.kv.sink_recent import SinkRecent
 from kvferry.sender.method import Method
 from kvferry.sender.text.full_text import FullText
 from kvferry.sender.text.no_message import NoMessage
@@ -22,6 +23,7 @@ METHODS: tuple[Method[Any], ...] = (
     ZstdText(),
     NativeCache(),
     SerialisedCache(),
+    SinkRecent(),
 )
 
 

@@ -67,7 +67,7 @@ def make(store: ArtifactStore, text: bytes = b"The code is 4417. " * 150, versio
             layout=None,
             method=Method("A1", "custom", aware=False, consume="prefill", params={}, seed=None, calibration=()),
             mapper=None,
-            encoding=Encoding(None, None, None, None, None, None),
+            encoding=Encoding(None, None, None, None, None, None, None),
             sections=sections,
             payload=payload,
             parity=None,

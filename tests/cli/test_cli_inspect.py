@@ -51,7 +51,7 @@ def make(store: ArtifactStore, text: bytes = TEXT) -> Stored:
             layout=None,
             method=Method("A1", "custom", aware=False, consume="prefill", params={}, seed=None, calibration=()),
             mapper=None,
-            encoding=Encoding(None, None, None, None, None, None),
+            encoding=Encoding(None, None, None, None, None, None, None),
             sections=sections,
             payload=payload,
             parity=None,

@@ -8,6 +8,7 @@ describe        rebuild an example around other contents, every size and digest 
 full_manifest   a KV manifest in which every field that may be nil is set somewhere; it describes no payload
 profile_of      factory: the receiver that a KV manifest came from
 example, store  ``kv_example()`` and an empty store, for the tests that need one of each
+in_memory       a payload by its chunks, whatever a test wants them to be
 ==============  ======================================================================================================
 
 Factories are shared by all tests of a run, so they suit property tests; what they return is frozen.
@@ -15,7 +16,7 @@ Factories are shared by all tests of a run, so they suit property tests; what th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ CHUNK = 1024
 SYSTEM = b"Use only what the document says."
 TEXT = "The access code of the north warehouse is 4417. Tür und Tor, 門.\n".encode() * 40
 NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # numpy has no bfloat16: its bits stand as uint16
-NO_ENCODING = Encoding(None, None, None, None, None, None)
+NO_ENCODING = Encoding(None, None, None, None, None, None, None)
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,16 @@ class Example:
         assert stored.payload_path.read_bytes() == self.payload
         names = sorted(path.name for path in stored.payload_path.parent.iterdir())
         assert names == ["manifest.msgpack", "payload.safetensors", "record.json"]
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A payload that lies in no file."""
+
+    chunks: Sequence[bytes]
+
+    def read_chunk(self, index: int) -> bytes:
+        return self.chunks[index]
 
 
 def named_digest(name: str) -> bytes:
@@ -236,8 +247,8 @@ def kv_example() -> Callable[..., Example]:
 
     def build(dtype: Any = "F32", tokens: int = 40, rows: int = 24, chunk_size: int = CHUNK) -> Example:
         layout = (
-            LayerLayout("KVCache", 2, 8, 8, dtype, tokens, tokens, "contiguous"),
-            LayerLayout("KVCache", 2, 8, 4, dtype, rows, tokens, "explicit"),
+            LayerLayout("KVCache", 2, 8, 8, dtype, tokens, None, tokens, "contiguous", 0, 0),
+            LayerLayout("KVCache", 2, 8, 4, dtype, rows, None, tokens, "explicit", 0, 0),
         )
         contents = kv_contents(layout, tokens)
         return described(kv_manifest(layout, tokens, bytes(contents[0].data)), contents, chunk_size)
@@ -257,6 +268,12 @@ def store(tmp_path: Path) -> Iterator[ArtifactStore]:
     opened = ArtifactStore(tmp_path / "store")
     yield opened
     opened.close()
+
+
+@pytest.fixture(scope="session")
+def in_memory() -> type[InMemory]:
+    """Return ``InMemory``."""
+    return InMemory
 
 
 @pytest.fixture(scope="session")
@@ -308,7 +325,7 @@ def full_manifest(kv_example: Callable[..., Example], zstd_example: Callable[...
             calibration=(named_digest("calibration"), named_digest("more calibration")),
         ),
         mapper=Mapper(named_digest("map"), named_digest("source"), named_digest("target"), "L2"),
-        encoding=Encoding(8, 4, 64, 32, "range", 3),
+        encoding=Encoding(8, 4, 64, 32, "token", "range", 3),
         sections=(*manifest.sections, zstd_example().manifest.sections[1]),
     )
 

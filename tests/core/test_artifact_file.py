@@ -25,7 +25,6 @@ from kvferry.core.errors import (
     StoreError,
 )
 from kvferry.core.ledger import SenderAccount
-from kvferry.core.payloads import MemoryPayload
 from kvferry.core.plan import make_plan
 from kvferry.core.store import ArtifactStore, Stored
 
@@ -313,14 +312,14 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 # Everything that is wrong, not the first alone
 
 
-def test_all_damage_is_found(example: Any) -> None:
+def test_all_damage_is_found(example: Any, in_memory: Callable[..., Payload]) -> None:
     chunks = example.chunks()
     plan = make_plan(example.manifest)
-    assert list(verification.damage(example.manifest, plan, MemoryPayload(tuple(chunks)))) == []
+    assert list(verification.damage(example.manifest, plan, in_memory(chunks))) == []
     first = plan.section_chunks["layers.1.positions"][0]
     for index in (0, first, len(chunks) - 1):
         chunks[index] = chunks[index][:-1] + bytes([chunks[index][-1] ^ 0x80])
-    found = list(verification.damage(example.manifest, plan, MemoryPayload(tuple(chunks))))
+    found = list(verification.damage(example.manifest, plan, in_memory(chunks)))
     assert [error.fields["chunk"] for error in found] == [0, first, len(chunks) - 1]
     assert [error.message.split(": chunk")[0] for error in found] == [
         "header",

@@ -261,7 +261,7 @@ def test_every_difference_is_reported_in_the_manifests_order(manifest: Manifest,
         tokenizer=change(manifest.tokenizer, vocab=OTHER),
         prompt=change(manifest.prompt, version=9),
         mapper=Mapper(OTHER, OTHER, OTHER, "L2"),
-        encoding=Encoding(8, 4, 64, 64, "range", None),
+        encoding=Encoding(7, 4, 64, 48, "token", "range", None),
     )
     verdict = judge(wrong, replace(profile, context_length=40, max_payload_bytes=1))
     assert [(reason.code.name, reason.field) for reason in verdict.reasons] == [

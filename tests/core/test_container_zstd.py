@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from kvferry.core import container, limits
 from kvferry.core.errors import ContainerError, IntegrityError
 from kvferry.core.manifest import Decoded, Section
-from kvferry.core.payloads import MemoryPayload, Sections
+from kvferry.core.payloads import Payload, Sections
 from kvferry.core.plan import make_plan
 
 replace = msgspec.structs.replace
@@ -98,7 +98,7 @@ def test_the_handmade_frames_are_frames() -> None:
 
 
 def test_a_flipped_bit_in_transit_is_found_by_the_digest_before_decoding(
-    zstd_example: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    zstd_example: Callable[..., Any], in_memory: Callable[..., Payload], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     example = zstd_example(text=TEXT)
     chunks = example.chunks()
@@ -106,7 +106,7 @@ def test_a_flipped_bit_in_transit_is_found_by_the_digest_before_decoding(
     (index,) = range(*plan.section_chunks["document.text"])
     frame = chunks[index]
     assert frame == example.contents[1].data
-    whole = Sections(example.manifest, plan, MemoryPayload(tuple(chunks)))
+    whole = Sections(example.manifest, plan, in_memory(chunks))
     assert whole.read("document.text") == TEXT
     monkeypatch.setattr(container, "decode_section", lambda *_: pytest.fail("decoded what was not verified"))
     for bit in range(8 * len(frame)):
@@ -114,7 +114,7 @@ def test_a_flipped_bit_in_transit_is_found_by_the_digest_before_decoding(
         flipped[bit // 8] ^= 1 << bit % 8
         chunks[index] = bytes(flipped)
         with pytest.raises(IntegrityError) as caught:
-            Sections(example.manifest, plan, MemoryPayload(tuple(chunks))).read("document.text")
+            Sections(example.manifest, plan, in_memory(chunks)).read("document.text")
         assert caught.value.fields["expected"] == blake3(frame).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Reading sections back from memory and from a file: equal bytes, or an error that names them. Never anything else."""
+"""Reading sections back: equal bytes, or an error that names them. Never anything else."""
 
 from __future__ import annotations
 
@@ -15,24 +15,15 @@ from hypothesis import strategies as st
 
 from kvferry.core import container
 from kvferry.core.container import Content, raw_section, zstd_section
-from kvferry.core.errors import ContainerError, IntegrityError, KvferryError, StoreError
+from kvferry.core.errors import ContainerError, IntegrityError, StoreError
 from kvferry.core.manifest import LayerLayout, Manifest
-from kvferry.core.payloads import FilePayload, MemoryPayload, Payload, Sections
-from kvferry.core.plan import Plan, make_plan
+from kvferry.core.payloads import FilePayload, Payload, Sections
+from kvferry.core.plan import make_plan
 
 replace = msgspec.structs.replace
 steady = settings(derandomize=True, database=None, deadline=None, max_examples=40)
+InMemory = Callable[..., Payload]
 TEXT = b"What is written on the crates of paper? " * 2
-
-
-def cut(data: bytes, plan: Plan) -> tuple[bytes, ...]:
-    return tuple(data[start:end] for start, end in plan.ranges)
-
-
-def read_from(manifest: Manifest, data: bytes) -> Sections:
-    """The sections of a payload in memory, whatever its bytes are."""
-    plan = make_plan(manifest)
-    return Sections(manifest, plan, MemoryPayload(cut(data, plan)))
 
 
 def write(manifest: Manifest, contents: tuple[Content, ...], chunk_size: int) -> tuple[Manifest, bytes]:
@@ -51,15 +42,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("payloads")
 
 
-def check_both(manifest: Manifest, data: bytes, expected: dict[str, bytes], folder: Path) -> None:
+def check(manifest: Manifest, data: bytes, expected: dict[str, bytes], folder: Path) -> None:
     plan = make_plan(manifest)
     path = folder / "payload.safetensors"
     path.write_bytes(data)
-    payloads: tuple[Payload, ...] = (MemoryPayload(cut(data, plan)), FilePayload(path, plan))
-    for payload in payloads:
-        sections = Sections(manifest, plan, payload)
-        assert {name: bytes(sections.read(name)) for name in expected} == expected
-        assert b"".join(payload.read_chunk(index) for index in range(plan.count)) == data
+    payload = FilePayload(path, plan)
+    sections = Sections(manifest, plan, payload)
+    assert {name: bytes(sections.read(name)) for name in expected} == expected
+    assert b"".join(payload.read_chunk(index) for index in range(plan.count)) == data
 
 
 @steady
@@ -79,7 +69,7 @@ def test_texts_come_back(
         else zstd_section("document.text", text, level),
     )
     manifest, data = write(text_example().manifest, contents, chunk_size)
-    check_both(manifest, data, {"prompt.system": system, "document.text": text}, folder)
+    check(manifest, data, {"prompt.system": system, "document.text": text}, folder)
 
 
 layers = st.builds(
@@ -117,12 +107,12 @@ def test_tensors_come_back(
     example = kv_example().manifest
     given = replace(example, layout=tuple(layout), prefix=replace(example.prefix, tokens=9))
     manifest, data = write(given, tuple(contents), chunk_size)
-    check_both(manifest, data, {one.name: bytes(one.data) for one in contents}, folder)
+    check(manifest, data, {one.name: bytes(one.data) for one in contents}, folder)
 
 
-def test_names_that_are_there_and_names_that_are_not(text_example: Callable[..., Any]) -> None:
+def test_names_that_are_there_and_names_that_are_not(text_example: Callable[..., Any], in_memory: InMemory) -> None:
     example = text_example()
-    sections = read_from(example.manifest, example.payload)
+    sections = Sections(example.manifest, make_plan(example.manifest), in_memory(example.chunks()))
     assert "prompt.system" in sections
     assert "document.text" in sections
     for name in ("prefix.ids", "", "document", "layers.0.keys"):
@@ -144,9 +134,9 @@ class Watched:
         return self._payload.read_chunk(index)
 
 
-def test_a_section_takes_its_own_chunks_and_no_others(kv_example: Callable[..., Any]) -> None:
+def test_a_section_takes_its_own_chunks_and_no_others(kv_example: Callable[..., Any], in_memory: InMemory) -> None:
     example = kv_example()
-    payload = Watched(MemoryPayload(tuple(example.chunks())))
+    payload = Watched(in_memory(example.chunks()))
     sections = Sections(example.manifest, make_plan(example.manifest), payload)
     for name, chunks in (("layers.0.values", [5, 6, 7]), ("prefix.ids", [1]), ("layers.1.keys", [9, 10])):
         payload.asked.clear()
@@ -178,7 +168,7 @@ def contents_of(example: Any) -> dict[str, bytes]:
     }
 
 
-def test_a_flipped_bit_anywhere_is_never_returned(small: Any) -> None:
+def test_a_flipped_bit_anywhere_is_never_returned(small: Any, in_memory: InMemory) -> None:
     expected = contents_of(small)
     plan = make_plan(small.manifest)
     chunks = small.chunks()
@@ -192,7 +182,7 @@ def test_a_flipped_bit_anywhere_is_never_returned(small: Any) -> None:
             flipped = bytearray(chunks[owners[at]])
             flipped[at - small.offset(owners[at])] ^= 1 << bit
             damaged[owners[at]] = bytes(flipped)
-            sections = Sections(small.manifest, plan, MemoryPayload(tuple(damaged)))
+            sections = Sections(small.manifest, plan, in_memory(damaged))
             if names[at]:
                 with pytest.raises(IntegrityError, match=f"^section {names[at]}: chunk {owners[at]}: ") as caught:
                     sections.read(names[at])
@@ -205,22 +195,22 @@ def test_a_flipped_bit_anywhere_is_never_returned(small: Any) -> None:
                     assert sections.read(name) == data
 
 
-def test_chunks_of_another_length_are_never_returned(small: Any) -> None:
+def test_chunks_of_another_length_are_never_returned(small: Any, in_memory: InMemory) -> None:
     chunks = small.chunks()
     plan = make_plan(small.manifest)
     for index in range(*plan.section_chunks[small.contents[-1].name]):
         for wrong in (b"", chunks[index][:-1], chunks[index] + b"\x00", chunks[index] * 2):
             damaged = (*chunks[:index], wrong, *chunks[index + 1 :])
             with pytest.raises(ContainerError, match=rf"chunk {index}: {len(wrong)} bytes, expected "):
-                Sections(small.manifest, plan, MemoryPayload(damaged)).read(small.contents[-1].name)
+                Sections(small.manifest, plan, in_memory(damaged)).read(small.contents[-1].name)
 
 
-def test_chunks_that_changed_places_are_never_returned(kv_example: Callable[..., Any]) -> None:
+def test_chunks_that_changed_places_are_never_returned(kv_example: Callable[..., Any], in_memory: InMemory) -> None:
     example = kv_example()
     chunks = example.chunks()
     chunks[2], chunks[6] = chunks[6], chunks[2]
     plan = make_plan(example.manifest)
-    sections = Sections(example.manifest, plan, MemoryPayload(tuple(chunks)))
+    sections = Sections(example.manifest, plan, in_memory(chunks))
     for name, chunk in (("layers.0.keys", 2), ("layers.0.values", 6)):
         with pytest.raises(IntegrityError, match=f"^section {name}: chunk {chunk}: "):
             sections.read(name)
@@ -231,19 +221,18 @@ def test_a_payload_that_is_too_short_is_never_returned(small: Any, tmp_path: Pat
     path = tmp_path / "payload.safetensors"
     for length in sorted({max(end + more, 0) for _, end in plan.ranges for more in (-17, -1, 0, 1)})[:-2]:
         path.write_bytes(small.payload[:length])
-        in_file = Sections(small.manifest, plan, FilePayload(path, plan))
-        there = [chunk for (_, end), chunk in zip(plan.ranges, small.chunks(), strict=True) if end <= length]
-        in_memory = Sections(small.manifest, plan, MemoryPayload(tuple(there)))
+        sections = Sections(small.manifest, plan, FilePayload(path, plan))
         for name, data in contents_of(small).items():
             _, last = plan.section_chunks[name]
             whole = plan.ranges[last - 1][1] <= length
-            for sections, error in ((in_file, StoreError), (in_memory, ContainerError)):
-                with contextlib.nullcontext() if whole else pytest.raises(error, match=r"^chunk \d+: "):
-                    assert sections.read(name) == data
+            with contextlib.nullcontext() if whole else pytest.raises(StoreError, match=r"^chunk \d+: "):
+                assert sections.read(name) == data
 
 
 @pytest.mark.parametrize("at", [0, 1, -1])
-def test_content_that_a_frame_should_not_decode_to_is_never_returned(zstd_example: Callable[..., Any], at: int) -> None:
+def test_content_that_a_frame_should_not_decode_to_is_never_returned(
+    zstd_example: Callable[..., Any], in_memory: InMemory, at: int
+) -> None:
     """Every chunk is the declared one, and so is the frame: its sender lied about what is in it."""
     example = zstd_example(text=TEXT)
     section = example.manifest.sections[1]
@@ -252,7 +241,7 @@ def test_content_that_a_frame_should_not_decode_to_is_never_returned(zstd_exampl
     lied = replace(section, decoded=replace(section.decoded, digest=bytes(wrong)))
     manifest = replace(example.manifest, sections=(example.manifest.sections[0], lied))
     with pytest.raises(IntegrityError, match=r"^section document\.text: content digest") as caught:
-        read_from(manifest, example.payload).read("document.text")
+        Sections(manifest, make_plan(manifest), in_memory(example.chunks())).read("document.text")
     assert caught.value.fields["field"] == "document.text"
     assert caught.value.fields["actual"] == blake3(TEXT).hexdigest()
     assert caught.value.fields["expected"] == bytes(wrong).hex()
@@ -261,36 +250,25 @@ def test_content_that_a_frame_should_not_decode_to_is_never_returned(zstd_exampl
 # Payloads
 
 
-def test_chunks_in_memory_are_never_copied() -> None:
-    chunks = (b"first", b"second", b"")
-    payload = MemoryPayload(chunks)
-    assert all(payload.read_chunk(index) is chunk for index, chunk in enumerate(chunks))
-
-
-def test_a_section_of_one_chunk_is_not_copied_either(text_example: Callable[..., Any]) -> None:
+def test_a_section_of_one_chunk_is_not_copied(text_example: Callable[..., Any], in_memory: InMemory) -> None:
     example = text_example()
-    chunks = tuple(example.chunks())
-    sections = Sections(example.manifest, make_plan(example.manifest), MemoryPayload(chunks))
+    chunks = example.chunks()
+    sections = Sections(example.manifest, make_plan(example.manifest), in_memory(chunks))
     assert sections.read("prompt.system") is chunks[1]
 
 
 @pytest.mark.parametrize("index", [-1, -12, 12, 13, 10**9])
-def test_both_refuse_a_chunk_that_is_not_there_alike(
-    kv_example: Callable[..., Any], tmp_path: Path, index: int
-) -> None:
+def test_a_chunk_that_is_not_there_is_refused(kv_example: Callable[..., Any], tmp_path: Path, index: int) -> None:
     example = kv_example()
     path = tmp_path / "payload.safetensors"
     path.write_bytes(example.payload)
-    found: list[KvferryError] = []
-    for payload in (MemoryPayload(tuple(example.chunks())), FilePayload(path, make_plan(example.manifest))):
-        with pytest.raises(ContainerError, match=f"^chunk {index}: the payload has 12 chunks") as caught:
-            payload.read_chunk(index)
-        found.append(caught.value)
-    assert found[0].fields == found[1].fields == {"field": "index", "value": index, "limit": 12}
+    with pytest.raises(ContainerError, match=f"^chunk {index}: the payload has 12 chunks") as caught:
+        FilePayload(path, make_plan(example.manifest)).read_chunk(index)
+    assert caught.value.fields == {"field": "index", "value": index, "limit": 12}
 
 
 def test_a_file_is_read_as_it_is(kv_example: Callable[..., Any], tmp_path: Path) -> None:
-    """Neither payload judges what it returns: that is for whoever asked for it."""
+    """A payload does not judge what it returns: that is for whoever asked for it."""
     example = kv_example()
     path = tmp_path / "payload.safetensors"
     path.write_bytes(b"\x5a" * len(example.payload))

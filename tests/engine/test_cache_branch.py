@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from kvferry.core.errors import InvalidRequestError, ModelError
-from kvferry.engine.cache import BranchCache, PrefixCache, PrefixLayer
+from kvferry.engine.cache import PrefixCache
+from kvferry.engine.dense import DenseBranch, DenseLayer
 from kvferry.engine.generate import Answer, Sampling
 from kvferry.engine.model import LoadedModel
 
@@ -50,7 +51,7 @@ def contents(prefix: PrefixCache) -> list[bytes]:
     return [np.array(array).tobytes() for array in arrays]
 
 
-def fresh_rows(layer: PrefixLayer, count: int) -> tuple[mx.array, mx.array]:
+def fresh_rows(layer: DenseLayer, count: int) -> tuple[mx.array, mx.array]:
     _, heads, _, width = layer.keys.shape
     start = float(count)
     rows = mx.arange(start, start + heads * count * width).reshape(1, heads, count, width)
@@ -203,4 +204,4 @@ def test_bytes_are_those_of_the_arrays(prefix: PrefixCache, selected: PrefixCach
 def test_branching_holds_no_copy_until_it_is_used(prefix: PrefixCache) -> None:
     branches = [prefix.branch(512) for _ in range(10)]
     assert sum(layer.nbytes for branch in branches for layer in branch) == 0
-    assert all(isinstance(layer, BranchCache) for branch in branches for layer in branch)
+    assert all(isinstance(layer, DenseBranch) for branch in branches for layer in branch)

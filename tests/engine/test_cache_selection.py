@@ -11,7 +11,8 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from kvferry.core.errors import InvalidRequestError
-from kvferry.engine.cache import BranchCache, PrefixCache, PrefixLayer
+from kvferry.engine.cache import PrefixCache
+from kvferry.engine.dense import DenseBranch, DenseLayer
 from kvferry.engine.generate import forward
 from kvferry.engine.prefill import prefill
 
@@ -143,7 +144,7 @@ def test_the_order_of_retained_rows_does_not_matter(case: Case) -> None:
     for layer in select(case.prefix, kept).layers:
         order = mx.array(case.rng.permutation(layer.rows))
         layers.append(
-            PrefixLayer(layer.keys[:, :, order], layer.values[:, :, order], mx.take(layer.positions, order, axis=1))
+            DenseLayer(layer.keys[:, :, order], layer.values[:, :, order], mx.take(layer.positions, order, axis=1))
         )
     logits = forward(case.model, question, PrefixCache(tuple(layers), TOKENS).branch(5))
     assert distance(logits, oracle(case, question, kept)) <= TOLERANCE
@@ -157,7 +158,7 @@ def test_answering_goes_on_at_true_positions(case: Case) -> None:
     assert {layer.offset for layer in branch} == {TOKENS + 6}
 
 
-class RowsForOffset(BranchCache):
+class RowsForOffset(DenseBranch):
     """The classic mistake: the next position is the number of rows."""
 
     @property
@@ -165,7 +166,7 @@ class RowsForOffset(BranchCache):
         return self.rows
 
 
-def padded_with_zeros(layer: PrefixLayer, offset: int) -> KVCache:
+def padded_with_zeros(layer: DenseLayer, offset: int) -> KVCache:
     """The other one: mlx-lm's cache told the true offset, so that its buffer grows by zero rows."""
     cache = KVCache()
     cache.keys, cache.values, cache.offset = layer.keys, layer.values, offset

@@ -12,7 +12,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvferry.engine import tensors
-from kvferry.engine.cache import PrefixCache, PrefixLayer
+from kvferry.engine.cache import PrefixCache
+from kvferry.engine.dense import DenseLayer
 from kvferry.engine.generate import forward
 from kvferry.engine.prefill import prefill
 
@@ -69,7 +70,7 @@ def cross(prefix: PrefixCache) -> PrefixCache:
         wire = bytes(tensors.to_bytes(array))
         return tensors.from_bytes(wire, tensors.dtype_name(array), tuple(array.shape))
 
-    layers = [PrefixLayer(carry(layer.keys), carry(layer.values)) for layer in prefix.layers]
+    layers = [DenseLayer(carry(layer.keys), carry(layer.values)) for layer in prefix.layers]
     return PrefixCache(tuple(layers), prefix.offset)
 
 
@@ -155,6 +156,6 @@ def test_one_wrong_bit_in_one_value_shows(random_model: Callable[..., Any]) -> N
     prefix = drain(prefill(model, random_ids(np.random.default_rng(0), 40), 256))
     wrong = np.array(prefix.layers[0].values)
     wrong[0, 1, 20, 3] *= -1
-    damaged = PrefixCache((PrefixLayer(prefix.layers[0].keys, mx.array(wrong)), *prefix.layers[1:]), prefix.offset)
+    damaged = PrefixCache((DenseLayer(prefix.layers[0].keys, mx.array(wrong)), *prefix.layers[1:]), prefix.offset)
     right = forward(model, [5], cross(prefix).branch(1))
     assert not np.array_equal(bits(forward(model, [5], cross(damaged).branch(1))), bits(right))

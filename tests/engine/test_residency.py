@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.engine.cache import PrefixCache, PrefixLayer
+from kvferry.engine.cache import PrefixCache
+from kvferry.engine.dense import DenseLayer
 from kvferry.engine.residency import Residency
 
 # One layer, one head, K and V of one fp32 column each: 8 bytes a row.
@@ -18,7 +19,7 @@ ROW = 8
 
 def cache(rows: int) -> PrefixCache:
     column = mx.zeros((1, 1, rows, 1))
-    return PrefixCache((PrefixLayer(column, column),), rows)
+    return PrefixCache((DenseLayer(column, column),), rows)
 
 
 CACHES = {rows: cache(rows) for rows in range(1, 9)}
@@ -117,7 +118,7 @@ def test_positions_count() -> None:
     positions = mx.zeros((1, 4), dtype=mx.int32)
     column = mx.zeros((1, 1, 4, 1))
     residency = Residency(1000)
-    residency.put(b"a", PrefixCache((PrefixLayer(column, column, positions),), 9))
+    residency.put(b"a", PrefixCache((DenseLayer(column, column, positions),), 9))
     assert residency.nbytes == 4 * ROW + 4 * 4
 
 

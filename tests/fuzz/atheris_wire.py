@@ -32,7 +32,7 @@ def samples() -> list[bytes]:
     spec.loader.exec_module(core)
     from kvferry.core import frames
 
-    layout = (core.LayerLayout("KVCache", 2, 8, 8, "F32", 4, 4, "contiguous"),)
+    layout = (core.LayerLayout("KVCache", 2, 8, 8, "F32", 4, None, 4, "contiguous", 0, 0),)
     contents = core.kv_contents(layout, 4)
     manifest = core.described(core.kv_manifest(layout, 4, bytes(contents[0].data)), contents).encoded
     made = (

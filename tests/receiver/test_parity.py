@@ -20,7 +20,8 @@ from kvferry.core.manifest import Parity
 from kvferry.core.metrics import ReceiverMetrics
 from kvferry.core.stored import Stored
 from kvferry.engine.backend import runtime_versions
-from kvferry.engine.cache import PrefixCache, PrefixLayer
+from kvferry.engine.cache import PrefixCache
+from kvferry.engine.dense import DenseLayer
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.residency import Residency
 from kvferry.engine.worker import Worker
@@ -60,7 +61,7 @@ def distribution(model: LoadedModel, suffix: tuple[int, ...], change: Change = l
     ids = model.prompt.prefix(DOCUMENT)
     cache = make_prompt_cache(model.model)
     mx.eval(model.model(mx.array([ids]), cache=cache))
-    changed = change(PrefixCache(tuple(PrefixLayer(*layer.keys_and_values()) for layer in cache), len(ids)))
+    changed = change(PrefixCache(tuple(DenseLayer(*layer.keys_and_values()) for layer in cache), len(ids)))
     for layer, rows in zip(cache, changed.layers, strict=True):
         layer.keys, layer.values, layer.offset = rows.keys, rows.values, changed.offset
     logits = np.array(model.model(mx.array([list(suffix)]), cache=cache)[0, -1], dtype=np.float64)
@@ -82,7 +83,7 @@ def listed(p: Any, ids: tuple[int, ...]) -> Any:
 
 def with_layer(cache: PrefixCache, index: int, **arrays: mx.array) -> PrefixCache:
     layers = list(cache.layers)
-    layers[index] = PrefixLayer(**{"keys": layers[index].keys, "values": layers[index].values, **arrays})
+    layers[index] = DenseLayer(**{"keys": layers[index].keys, "values": layers[index].values, **arrays})
     return PrefixCache(tuple(layers), cache.offset)
 
 
@@ -110,13 +111,13 @@ def layers_swapped(cache: PrefixCache) -> PrefixCache:
 
 
 def keys_for_values(cache: PrefixCache) -> PrefixCache:
-    return PrefixCache(tuple(PrefixLayer(layer.values, layer.keys) for layer in cache.layers), cache.offset)
+    return PrefixCache(tuple(DenseLayer(layer.values, layer.keys) for layer in cache.layers), cache.offset)
 
 
 def heads_swapped(cache: PrefixCache) -> PrefixCache:
     order = mx.array([1, 0, 2])
     return PrefixCache(
-        tuple(PrefixLayer(layer.keys[:, order], layer.values[:, order]) for layer in cache.layers), cache.offset
+        tuple(DenseLayer(layer.keys[:, order], layer.values[:, order]) for layer in cache.layers), cache.offset
     )
 
 
@@ -125,7 +126,7 @@ def moved(by: int) -> Change:
 
     def change(cache: PrefixCache) -> PrefixCache:
         positions = mx.broadcast_to(mx.arange(cache.offset, dtype=mx.int32), (3, cache.offset))
-        layers = tuple(PrefixLayer(layer.keys, layer.values, positions) for layer in cache.layers)
+        layers = tuple(DenseLayer(layer.keys, layer.values, positions) for layer in cache.layers)
         return PrefixCache(layers, cache.offset + by)
 
     return change
@@ -139,7 +140,7 @@ def rotated_with(theta: float) -> Change:
         return mx.fast.rope(back, 8, traditional=False, base=theta, scale=1.0, offset=0)
 
     return lambda cache: PrefixCache(
-        tuple(PrefixLayer(turn(layer.keys), layer.values) for layer in cache.layers), cache.offset
+        tuple(DenseLayer(turn(layer.keys), layer.values) for layer in cache.layers), cache.offset
     )
 
 

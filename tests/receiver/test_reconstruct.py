@@ -113,7 +113,7 @@ def sparse(manifest: Manifest, positions: list[list[int]], dtype: str = "F32") -
     rng = np.random.default_rng(0)
     width = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[dtype]
     keys, values = (rng.integers(0, 15000, (HEADS, rows, size)).astype(width) for size in (KEY_DIM, VALUE_DIM))
-    layer = LayerLayout("KVCache", HEADS, KEY_DIM, VALUE_DIM, dtype, rows, TOKENS, "explicit")  # type: ignore[arg-type]
+    layer = LayerLayout("KVCache", HEADS, KEY_DIM, VALUE_DIM, dtype, rows, None, TOKENS, "explicit", 0, 0)  # type: ignore[arg-type]
     ids = container.ids_to_bytes(range(TOKENS))
     prefix = msgspec.structs.replace(manifest.prefix, tokens=TOKENS, ids=digest(ids))
     contents = {

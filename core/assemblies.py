@@ -1,0 +1,129 @@
+"""The artifacts that are on their way into a store: begun, resumed after a restart, and let go."""
+
+from __future__ import annotations
+
+import shutil
+
+from kvferry.core import limits, manifest, stored
+from kvferry.core.errors import NotFoundError, StoreError, TooLargeError
+from kvferry.core.eviction import Eviction
+from kvferry.core.files import write_atomic
+from kvferry.core.ownership import OWNER_FILE, Ownership, owner_record
+from kvferry.core.partial import MANIFEST_FILE, Partial
+from kvferry.core.plan import make_plan
+from kvferry.core.retention import Retention
+from kvferry.core.store_directory import PARTIAL, StoreDirectory
+from kvferry.core.tokens import Token
+
+
+class Assemblies:
+    """Open assemblies by artifact id. Not thread-safe: the store holds its lock."""
+
+    def __init__(
+        self,
+        directory: StoreDirectory,
+        ownership: Ownership,
+        retention: Retention,
+        eviction: Eviction,
+        *,
+        durable: bool,
+    ) -> None:
+        self._directory = directory
+        self._ownership = ownership
+        self._retention = retention
+        self._eviction = eviction
+        self._durable = durable
+        self._open: dict[bytes, Partial] = {}
+
+    def begin(self, encoded: bytes, owner: Token | None) -> Partial:
+        """Return the assembly of the artifact with this manifest, new or resumed; ``ArtifactStore.begin`` says more."""
+        artifact_id = manifest.artifact_id(encoded)
+        if artifact_id in self._open:
+            return self._used(artifact_id)
+        decoded = manifest.decode(encoded)
+        make_plan(decoded)
+        self._check_open_files()
+        path = self._directory.path(PARTIAL, artifact_id)
+        new = not path.exists()
+        size = len(encoded) + decoded.payload.length
+        with self._directory.errors():
+            if new:
+                self._ownership.check(owner, artifact_id, size)
+                self._eviction.make_room(size)
+                self._directory.check_room(decoded.payload.length)
+            try:
+                self._open[artifact_id] = self._assembly(artifact_id, encoded, owner if new else None)
+            except OSError:
+                if new:
+                    # Left behind, it would be resumed without its owner.
+                    shutil.rmtree(path, ignore_errors=True)
+                raise
+        if new and owner is not None:
+            self._ownership.add(artifact_id, owner.name, size)
+        self._retention.add(artifact_id, self._directory.size(artifact_id))
+        return self._open[artifact_id]
+
+    def get(self, artifact_id: bytes) -> Partial:
+        """Return an assembly that was begun, also by an earlier process.
+
+        Raises:
+            NotFoundError: when the artifact was never offered.
+            IntegrityError: when its manifest on disk has changed.
+        """
+        if artifact_id in self._open:
+            # Every chunk comes through here: what is under way is in use.
+            return self._used(artifact_id)
+        try:
+            encoded = (self._directory.path(PARTIAL, artifact_id) / MANIFEST_FILE).read_bytes()
+        except OSError as error:
+            raise NotFoundError(
+                f"artifact {artifact_id.hex()}: not offered here", artifact=artifact_id.hex()
+            ) from error
+        stored.check_identity(artifact_id, encoded)
+        return self.begin(encoded, None)
+
+    def finish(self, artifact_id: bytes, verified: Partial) -> None:
+        """Close an assembly that was verified meanwhile; its files stay.
+
+        Raises:
+            StoreError: when another commit or a drop came first.
+        """
+        if self._open.get(artifact_id) is not verified:
+            # Its directory may by now belong to another assembly, which nobody has verified.
+            raise StoreError(f"artifact {artifact_id.hex()}: committed or dropped meanwhile")
+        self.release(artifact_id)
+
+    def release(self, artifact_id: bytes) -> None:
+        """Close the files of an assembly, if it is open."""
+        partial = self._open.pop(artifact_id, None)
+        if partial is not None:
+            partial.close()
+
+    def close(self) -> None:
+        """Close the files of all of them."""
+        for artifact_id in list(self._open):
+            self.release(artifact_id)
+
+    def _used(self, artifact_id: bytes) -> Partial:
+        self._retention.touch(artifact_id)
+        return self._open[artifact_id]
+
+    def _assembly(self, artifact_id: bytes, encoded: bytes, owner: Token | None) -> Partial:
+        path = self._directory.path(PARTIAL, artifact_id)
+        path.mkdir(exist_ok=True)
+        if owner is not None:
+            write_atomic(path / OWNER_FILE, owner_record(owner.name))
+        described = path / MANIFEST_FILE
+        if not described.exists() or described.read_bytes() != encoded:
+            write_atomic(described, encoded)
+        return Partial(path, encoded, durable=self._durable)
+
+    def _check_open_files(self) -> None:
+        # Each assembly holds two files open, and a process that has none left can take no connection either.
+        if len(self._open) >= limits.MAX_PARTIALS:
+            raise TooLargeError(
+                f"store {self._directory.root}: {len(self._open)} artifacts are on their way in, the limit is "
+                f"{limits.MAX_PARTIALS}; commit or drop some",
+                value=len(self._open),
+                limit=limits.MAX_PARTIALS,
+            )

@@ -1,0 +1,102 @@
+"""Parameters that methods of the KV kind share: how much is kept, and how what is kept is packed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.core.errors import InvalidRequestError
+from kvferry.core.manifest import Encoding
+from kvferry.engine.packing import choose_group
+from kvferry.engine.quantise import Scheme, Width
+from kvferry.sender.method import DENSE
+
+Bits = Literal[2, 3, 4, 5, 6, 8]
+Group = Literal[32, 64, 128]
+Budget = (
+    Annotated[int, Meta(ge=1)]
+    | Annotated[float, Meta(gt=0.0, le=1.0)]
+    | Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)? ?(B|kB|KB|MB|KiB|MiB)$")]
+)
+"""Rows a KV head, as a whole number; the fraction of rows kept; or bytes on the wire, such as "200KB"."""
+
+
+class PackingParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How K and V are packed.
+
+    ``bits`` stands for both; ``key_bits`` and ``value_bits`` for one of them. None leaves a tensor dense. A ``group``
+    of None is chosen by the head dimension. ``quantiser`` "affine" packs every row by itself, "kivi" packs keys by
+    channel and keeps the last ``residual`` rows dense.
+    """
+
+    bits: Bits | None = None
+    key_bits: Bits | None = None
+    value_bits: Bits | None = None
+    group: Group | None = None
+    key_group: Group | None = None
+    value_group: Group | None = None
+    quantiser: Literal["affine", "kivi"] = "affine"
+    residual: Annotated[int, Meta(ge=32, le=4096)] = 128
+
+
+class SelectionParameters(PackingParameters, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How many rows are kept, and how they are packed."""
+
+    budget: Budget = 0.25
+
+
+def scheme(parameters: PackingParameters, key_dim: int, value_dim: int) -> Scheme | None:
+    """Return how a cache with these head dimensions is packed; None when it stays dense.
+
+    Raises:
+        InvalidRequestError: naming the parameter that does not fit.
+    """
+    key_bits, value_bits = parameters.key_bits or parameters.bits, parameters.value_bits or parameters.bits
+    if parameters.quantiser == "kivi":
+        return _kivi(parameters, key_bits, value_bits, value_dim)
+    if key_bits is None and value_bits is None:
+        return None
+    keys, values = (
+        None if bits is None else Width(bits, choose_group(name, dim, bits, wanted or parameters.group))
+        for name, dim, bits, wanted in (
+            ("key_group", key_dim, key_bits, parameters.key_group),
+            ("value_group", value_dim, value_bits, parameters.value_group),
+        )
+    )
+    return Scheme(keys, values)
+
+
+def _kivi(parameters: PackingParameters, key_bits: int | None, value_bits: int | None, value_dim: int) -> Scheme:
+    if key_bits is None or value_bits is None:
+        raise InvalidRequestError(
+            f"bits: the quantiser kivi packs keys and values; key_bits is {key_bits}, value_bits {value_bits}",
+            field="bits",
+        )
+    key_group = parameters.key_group or parameters.group or 32
+    if parameters.residual % key_group:
+        raise InvalidRequestError(
+            f"residual: {parameters.residual} is no multiple of the key group {key_group}",
+            field="residual",
+            value=parameters.residual,
+            group=key_group,
+        )
+    value_group = choose_group("value_group", value_dim, 2, parameters.value_group or parameters.group)
+    return Scheme(Width(key_bits, key_group, "channel"), Width(value_bits, value_group), "minmax", parameters.residual)
+
+
+def encoding(packing: Scheme | None) -> Encoding:
+    """Return the manifest's description of a scheme."""
+    if packing is None:
+        return DENSE
+    keys, values = packing.keys, packing.values
+    return Encoding(
+        key_bits=keys.bits if keys else None,
+        value_bits=values.bits if values else None,
+        key_group=keys.group if keys else None,
+        value_group=values.group if values else None,
+        key_axis=keys.axis if keys else None,
+        entropy=None,
+        zstd=None,
+    )
