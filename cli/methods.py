@@ -18,8 +18,17 @@ def command(*, as_json: bool) -> None:
     if as_json:
         output.write_json({"methods": msgspec.to_builtins(infos)})
         return
-    head = ("ID", "NAME", "FORM", "LABEL", "QUESTION", "SUMMARY")
+    head = ("ID", "NAME", "FORM", "LABEL", "QUESTION", "SUMMARY", "SOURCE")
     rows = [
-        (info.id, info.name, info.form, info.label, "aware" if info.aware else "blind", info.summary) for info in infos
+        (
+            info.id,
+            info.name,
+            info.form,
+            info.label,
+            "aware" if info.aware else "blind",
+            info.summary,
+            info.source,
+        )
+        for info in infos
     ]
     click.echo(output.table([head, *rows]))

@@ -24,6 +24,8 @@ _TAKEN = ("document", "fallback", "method", "progress", "question", "system", "t
 @click.command(name="send")
 @click.argument("document")
 @click.option("--method", default="B1", show_default=True, help="Id or name of the method, see `kvferry methods`.")
+@click.option("--budget", help="How much of a cache is kept: rows (256), a fraction (0.25), or bytes (200KB).")
+@click.option("--bits", type=int, help="Bits a number of a packed cache: 2, 3, 4, 5, 6 or 8.")
 @click.option(
     "--param", "parameters", multiple=True, metavar="NAME=VALUE", help="A parameter of the method; repeatable."
 )
@@ -40,6 +42,8 @@ def command(
     *,
     document: str,
     method: str,
+    budget: str | None,
+    bits: int | None,
     parameters: tuple[str, ...],
     question: str | None,
     system: str | None,
@@ -55,7 +59,8 @@ def command(
 
     DOCUMENT is a UTF-8 text file, or - for standard input. Prints the artifact's id, which `kvferry ask` takes.
     """
-    given = parse_parameters(parameters)
+    named = {"budget": budget, "bits": bits}
+    given = parse_parameters([*(f"{name}={value}" for name, value in named.items() if value is not None), *parameters])
 
     from kvferry.client import Client, Progress
 

@@ -26,6 +26,8 @@ def test_people_get_a_table(kvferry: Run) -> None:
     from kvferry.sender.registry import METHODS
 
     head, *rows = kvferry("methods").stdout.splitlines()
-    assert head.split() == ["ID", "NAME", "FORM", "LABEL", "QUESTION", "SUMMARY"]
+    assert head.split() == ["ID", "NAME", "FORM", "LABEL", "QUESTION", "SUMMARY", "SOURCE"]
     assert [row.split()[0] for row in rows] == [method.info.id for method in METHODS]
-    assert all(row.endswith(method.info.summary) for row, method in zip(rows, METHODS, strict=True))
+    for row, method in zip(rows, METHODS, strict=True):
+        assert method.info.summary in row
+        assert row.endswith(method.info.source)

@@ -51,6 +51,28 @@ def test_options_reach_the_sender(kvferry: Run, daemons: Any, document: Path) ->
     assert start.parameters["rule"].text == "sinks"
 
 
+@pytest.mark.parametrize(
+    ("words", "kind", "value"),
+    [("256", "integer", 256), ("0.25", "number", 0.25), ("200KB", "text", "200KB")],
+)
+def test_a_budget_may_be_rows_a_fraction_or_bytes(
+    kvferry: Run, daemons: Any, document: Path, words: str, kind: str, value: object
+) -> None:
+    where = ["--sender", daemons.address, "--receiver", daemons.address]
+    assert kvferry("send", str(document), *where, "--budget", words, "--bits", "4").exit_code == 0
+    parameters = daemons.sender.start.parameters
+    assert parameters["budget"].WhichOneof("value") == kind
+    assert getattr(parameters["budget"], kind) == value
+    assert parameters["bits"].integer == 4
+
+
+def test_a_parameter_is_given_once(kvferry: Run, daemons: Any, document: Path) -> None:
+    where = ["--sender", daemons.address, "--receiver", daemons.address]
+    shown = kvferry("send", str(document), *where, "--budget", "3", "--param", "budget=4")
+    assert shown.exit_code == 2
+    assert "budget is given twice" in shown.stderr
+
+
 def test_json_is_one_line_with_the_whole_report(kvferry: Run, daemons: Any, fakes: Any, document: Path) -> None:
     shown = kvferry("send", str(document), "--sender", daemons.address, "--receiver", daemons.address, "--json")
     (line,) = shown.stdout.splitlines()
