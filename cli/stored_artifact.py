@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.core import config, manifest, stored
+from kvferry.core import config, json_records, manifest, stored
 from kvferry.core.artifact_file import ArtifactFile
 from kvferry.core.digests import DIGEST_BYTES
 from kvferry.core.errors import InvalidRequestError, KvferryError, NotFoundError, StoreError
@@ -117,7 +117,7 @@ def read(path: Path, also_in: tuple[Path, ...] = ()) -> StoredArtifact:
 
 def _read_record(path: Path) -> tuple[Record | None, str]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Record), ""
+        return json_records.decode(path.read_bytes(), Record), ""
     except OSError as error:
         return None, f"{path.name}: {error.strerror}"
     except msgspec.MsgspecError as error:
@@ -150,7 +150,7 @@ def account(found: StoredArtifact) -> SenderAccount | None:
     artifact_id = manifest.artifact_id(found.encoded).hex()
     for path in sorted(found.path.parents[2].glob("made/*")) if found.state == "committed" else ():
         try:
-            made = msgspec.json.decode(path.read_bytes(), type=_Made)
+            made = json_records.decode(path.read_bytes(), _Made)
         except (OSError, msgspec.MsgspecError):
             continue
         if made.artifact == artifact_id:

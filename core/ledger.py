@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from kvferry.core import json_records
+
 # An account comes from another machine, and its numbers go into sums, ratios and metrics.
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Duration = Annotated[float, Meta(ge=0, le=1e12)]
-
-
-RecordType = TypeVar("RecordType")
 
 
 class SenderAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -154,7 +153,7 @@ def ledger_from_json(text: str) -> Ledger:
         msgspec.DecodeError: when it is no JSON, a field is missing (ValidationError) or has the wrong type, or it nests
             too deeply.
     """
-    return _decode(text, Ledger)
+    return json_records.decode(text, Ledger)
 
 
 def account_from_json(text: str) -> SenderAccount:
@@ -164,11 +163,4 @@ def account_from_json(text: str) -> SenderAccount:
         msgspec.DecodeError: when it is no JSON, a field is missing or unknown (ValidationError) or has the wrong type,
             or it nests too deeply.
     """
-    return _decode(text, SenderAccount)
-
-
-def _decode(text: str, kind: type[RecordType]) -> RecordType:
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except RecursionError as error:
-        raise msgspec.DecodeError("nested too deeply") from error
+    return json_records.decode(text, SenderAccount)

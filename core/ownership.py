@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvferry.core import json_records
 from kvferry.core.errors import QuotaError
 from kvferry.core.tokens import Token
 
@@ -101,7 +102,7 @@ class Ownership:
         for path in folder.iterdir():
             # Foreign files and damaged entries are the store's to report when they are used.
             with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
-                owner = msgspec.json.decode((path / owner_file).read_bytes(), type=_Owned).owner
+                owner = json_records.decode((path / owner_file).read_bytes(), _Owned).owner
                 if owner is not None:
                     size = sum((path / name).stat().st_size for name in counted if (path / name).exists())
                     self.add(bytes.fromhex(path.name), owner, size)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry.core import manifest
+from kvferry.core import json_records, manifest
 from kvferry.core.errors import IntegrityError, KvferryError, NotFoundError, StoreError
 from kvferry.core.ledger import SenderAccount, Traffic
 from kvferry.core.manifest import Manifest
@@ -76,7 +76,7 @@ def read(path: Path, artifact_id: bytes) -> Stored:
     name = artifact_id.hex()
     try:
         encoded = (path / MANIFEST_FILE).read_bytes()
-        record = msgspec.json.decode((path / RECORD_FILE).read_bytes(), type=Record)
+        record = json_records.decode((path / RECORD_FILE).read_bytes(), Record)
     except FileNotFoundError as error:
         raise NotFoundError(f"artifact {name}: not here", artifact=name) from error
     except (OSError, msgspec.MsgspecError) as error:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from platformdirs import user_cache_path
 
+from kvferry.core import json_records
 from kvferry.core.digests import Hasher, digest, file_digest
 from kvferry.core.errors import ModelError
 from kvferry.core.files import write_atomic
@@ -118,14 +119,14 @@ def _cached_digests(files: Iterable[Path]) -> list[bytes]:
 
 def _read_cache(path: Path) -> dict[str, _Known]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, _Known])
+        return json_records.decode(path.read_bytes(), dict[str, _Known])
     except (OSError, msgspec.MsgspecError):
         return {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = json_records.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path.name}: {error}", path=str(path)) from error
     if not isinstance(content, dict):

