@@ -1,10 +1,10 @@
-"""``kvferry demo``: two daemons, one document, every method, the same questions, one table."""
+"""``kvferry demo``: two daemons, one document, a method of each kind, the same questions, one table."""
 
 from __future__ import annotations
 
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -22,6 +22,10 @@ MAX_ANSWER_TOKENS = 32
 REFERENCE = "A1"
 # These promise the answers of the full context, token for token; the demo fails when one breaks that promise.
 EXACT = ("A7", "B0", "B1")
+# These need `kvferry calibrate` first.
+CALIBRATED = ("qfilters",)
+# One of each kind: a demo is watched. ``--method`` shows others, ``--all`` every one that needs no question beforehand.
+SHOWN = ("A0", "A1", "A7", "B0", "B1", "B2", "kivi", "B3", "streamingllm", "B5", "B6", "B9")
 
 
 @dataclass(frozen=True)
@@ -72,11 +76,12 @@ def bundled() -> tuple[str, tuple[Question, ...]]:
     return document, questions
 
 
-def run(model: str, advance: Callable[[str, float], None]) -> Outcome:
+def run(model: str, advance: Callable[[str, float], None], methods: Collection[str] = SHOWN) -> Outcome:
     """Start both daemons, send the document by every method, ask every question.
 
     Args:
         model: what both daemons load.
+        methods: ids of those to show; empty: every blind one that needs no calibration. ``EXACT`` ones always run.
         advance: told what happens now and which share of the whole is done.
 
     Raises:
@@ -92,15 +97,20 @@ def run(model: str, advance: Callable[[str, float], None]) -> Outcome:
         processes.pair(model, Path(folder)) as (sender, receiver),
         Client(sender=sender, receiver=receiver) as client,
     ):
-        rows = tuple(_rows(client, document, questions, advance))
+        rows = tuple(_rows(client, document, questions, advance, methods))
     broken = tuple(_broken(rows))
     return Outcome(ok=not broken and bool(rows), rows=rows, broken=broken)
 
 
 def _rows(
-    client: Client, document: str, questions: tuple[Question, ...], advance: Callable[[str, float], None]
+    client: Client,
+    document: str,
+    questions: tuple[Question, ...],
+    advance: Callable[[str, float], None],
+    chosen: Collection[str],
 ) -> Iterator[Row]:
-    methods = [method for method in client.methods() if not method.aware]
+    wanted = {REFERENCE, *EXACT, *(chosen or _unprepared(client))}
+    methods = [method for method in client.methods() if not method.aware and method.id in wanted]
     steps = len(methods) * (len(questions) + 1)
     step = 0
     for method in methods:
@@ -127,6 +137,11 @@ def _rows(
     advance("stopping the daemons", 1.0)
 
 
+def _unprepared(client: Client) -> Iterator[str]:
+    """Yield the ids of the methods that need nothing but the document."""
+    yield from (method.id for method in client.methods() if not method.aware and method.id not in CALIBRATED)
+
+
 def _broken(rows: tuple[Row, ...]) -> Iterator[str]:
     reference = {row.question: row.token_ids for row in rows if row.method == REFERENCE}
     present = {row.method for row in rows}
@@ -140,11 +155,13 @@ def _broken(rows: tuple[Row, ...]) -> Iterator[str]:
 
 @click.command()
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Directory, catalogue name or hub id.")
+@click.option("--method", "methods", multiple=True, help="Id of a method to show beside the exact ones; repeatable.")
+@click.option("--all", "everything", is_flag=True, help="Show every blind method that needs no calibration.")
 @click.option("--json", "as_json", is_flag=True, help="End with one line of JSON.")
-def command(model: str, *, as_json: bool) -> None:
-    """Carry a bundled document from one daemon to another and compare every method."""
+def command(model: str, methods: tuple[str, ...], *, everything: bool, as_json: bool) -> None:
+    """Carry a bundled document from one daemon to another and compare methods, one of each kind."""
     with output.progress_share("demo") as advance:
-        outcome = run(model, advance)
+        outcome = run(model, advance, () if everything else methods or SHOWN)
     if as_json:
         output.write_json({"ok": outcome.ok, "rows": [asdict(row) for row in outcome.rows], "broken": outcome.broken})
     else:

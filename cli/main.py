@@ -17,7 +17,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 # The summaries stand here so that --help imports no command at all.
 COMMANDS = {
-    "demo": "Carry a bundled document from one daemon to another and compare every method.",
+    "demo": "Carry a bundled document from one daemon to another and compare methods, one of each kind.",
     "sender": "Run the daemon that reads documents and ships what it read.",
     "receiver": "Run the daemon that takes artifacts in and answers from them.",
     "send": "Have the sender read a document and deliver it to the receiver.",
@@ -28,6 +28,8 @@ COMMANDS = {
     "models": "List, add, find and remove the models of the catalogue.",
     "certs": "Make certificates and tokens, so that only your own machines can connect.",
     "bench": "Measure how fast artifacts move and how soon the first token comes.",
+    "calibrate": "Measure what a method needs to know about a model, once.",
+    "ablate": "Compare methods over a grid of models, documents and parameters.",
     "doctor": "Check this machine, a configuration and the way to a peer.",
 }
 _JSON = "kvferry.json"

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgpack
 import msgspec
 
+from kvferry.core import json_records
 from kvferry.core.digests import digest
 from kvferry.core.errors import NotFoundError, StoreError
 from kvferry.core.files import write_atomic
@@ -34,6 +35,7 @@ from kvferry.core.stored import Stored
 from kvferry.engine.model import LoadedModel
 from kvferry.sender import parity
 from kvferry.sender.encode import kv_contents, kv_layout, text_contents
+from kvferry.sender.kv.selecting import SelectingMethod
 from kvferry.sender.method import DENSE, KvMaterial, Material, Method, TextMaterial
 from kvferry.sender.reading import Reading
 
@@ -108,7 +110,7 @@ class ArtifactMaker:
 
     def _find(self, memo: Path) -> Artifact | None:
         try:
-            entry = msgspec.json.decode(memo.read_bytes(), type=_Memo)
+            entry = json_records.decode(memo.read_bytes(), _Memo)
             artifact_id = bytes.fromhex(entry.artifact)
             # What was evicted, or put aside as damaged, is made anew.
             if not self._store.holds(artifact_id):
@@ -133,6 +135,7 @@ class ArtifactMaker:
             self._model.prefill_chunk,
             self._chunk_bytes,
             msgspec.to_builtins(self._runtime),
+            _calibration(request, self._model),
         ]
         return digest(msgpack.packb(parts))
 
@@ -200,6 +203,14 @@ class _Request:
     reading: Reading
     parameters: msgspec.Struct
     fallback_for: str
+
+
+def _calibration(request: _Request, model: LoadedModel) -> bytes | None:
+    """Return the digest of what a method knows about the model: under one name it may change."""
+    if not isinstance(request.method, SelectingMethod):
+        return None
+    found = request.method.calibrated(model, request.parameters)
+    return found.digest if found else None
 
 
 def _consume(material: Material) -> Literal["inject", "prefill", "prefill_once"]:

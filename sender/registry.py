@@ -9,9 +9,18 @@ import msgspec
 
 from kvferry.core.errors import InvalidRequestError, UnknownMethodError
 from kvferry.core.manifest import Scalar
+from kvferry.sender.kv.expected_attention import ExpectedAttention
+from kvferry.sender.kv.expected_attention_adakv import ExpectedAttentionAdaKV
+from kvferry.sender.kv.h2o import H2O
+from kvferry.sender.kv.keydiff import KeyDiff
+from kvferry.sender.kv.l2norm import L2Norm
 from kvferry.sender.kv.native import NativeCache
+from kvferry.sender.kv.qfilters import QFilters
+from kvferry.sender.kv.qfilters_svd import QFiltersSvd
+from kvferry.sender.kv.random_rows import RandomRows
 from kvferry.sender.kv.serialised import SerialisedCache
 from kvferry.sender.kv.sink_recent import SinkRecent
+from kvferry.sender.kv.streaming_llm import StreamingLLM
 from kvferry.sender.method import Method
 from kvferry.sender.text.full_text import FullText
 from kvferry.sender.text.no_message import NoMessage
@@ -24,6 +33,15 @@ METHODS: tuple[Method[Any], ...] = (
     NativeCache(),
     SerialisedCache(),
     SinkRecent(),
+    RandomRows(),
+    StreamingLLM(),
+    H2O(),
+    L2Norm(),
+    KeyDiff(),
+    ExpectedAttention(),
+    QFilters(),
+    QFiltersSvd(),
+    ExpectedAttentionAdaKV(),
 )
 
 

@@ -15,7 +15,7 @@ from kvferry.cli.checks.findings import Finding
 from kvferry.cli.checks.system import System
 
 OLDEST_PYTHON = (3, 11)
-# MLX calls this one by name, and works uncompiled, thus slower, without it.
+# MLX calls this one by name.
 COMPILER = "g++"
 # The reference BLAS in MLX's wheel stays below 3 GFLOP/s; OpenBLAS on one old core is above 10.
 SLOW_GFLOPS = 5.0
@@ -117,11 +117,10 @@ def compiler(system: System, which: Callable[[str], str | None] = shutil.which) 
     install = "install g++ (Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++)"
     path = which(COMPILER)
     if path is None:
-        others = [name for name in ("c++", "clang++") if which(name)]
-        if others:
-            text = f"g++ is not here, {others[0]} is; MLX calls g++ by name and runs uncompiled, slower, without it"
-            return Finding("compiler", "warning", text, install)
-        return Finding("compiler", "problem", "no C++ compiler, and the daemons do not start without one", install)
+        other = next((name for name in ("c++", "clang++") if which(name)), None)
+        instead = f"; {other} is, but MLX calls g++ by name" if other else ""
+        text = f"g++ is not here, and the daemons do not start without it{instead}"
+        return Finding("compiler", "problem", text, install)
     trouble = _compile(path)
     if trouble:
         return Finding("compiler", "problem", f"{path} does not compile: {trouble}", f"{install}, headers included")

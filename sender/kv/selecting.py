@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -34,6 +34,14 @@ Keep = Callable[[int], Kept]
 """Tells which rows are kept, given the budget: rows a KV head, averaged over heads where a method spreads them."""
 
 
+class Calibration(Protocol):
+    """What was measured on a model once, for every document."""
+
+    @property
+    def digest(self) -> bytes:
+        """Of everything in it."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """What a method ranks.
@@ -43,12 +51,14 @@ class Subject:
         model: the one that made it.
         ids: the prefix.
         question: of the request; only aware methods may look at it.
+        calibration: what ``SelectingMethod.calibrated`` returned.
     """
 
     cache: PrefixCache
     model: LoadedModel
     ids: list[int]
     question: str | None
+    calibration: Any = None
 
     @property
     def rows(self) -> int:
@@ -85,17 +95,19 @@ class SelectingMethod(ABC):
         """Whether kept rows are renumbered."""
         return False
 
-    def calibration(self, given: Any) -> tuple[bytes, ...]:
-        """Return the digests of the calibrations that the last ranking used."""
-        return ()
+    def calibrated(self, model: LoadedModel, given: Any) -> Calibration | None:
+        """Return what was measured on the model beforehand. Asked before the document is read, so it refuses early."""
+        return None
 
     def make(self, reading: Reading, given: Any) -> Generator[Progress, None, KvMaterial]:
         """Read, rank, select and pack."""
         layer = reading.model.profile.layers[0]
         packing = parameters.scheme(given, layer.key_dim, layer.value_dim)
         self._check_pair(packing)
+        calibration = self.calibrated(reading.model, given)
         cache = yield from reading.prefill()
-        subject = Subject(cache, reading.model, reading.ids, reading.question if self.info.aware else None)
+        question = reading.question if self.info.aware else None
+        subject = Subject(cache, reading.model, reading.ids, question, calibration)
         yield Progress("method", 0, 1)
         keep = yield from self.rank(subject, given)
         renumbered = self.renumbers(given)
@@ -107,7 +119,7 @@ class SelectingMethod(ABC):
         if packing is not None:
             made = quantise(made, packing)
         yield Progress("method", 1, 1)
-        return KvMaterial(made, parameters.encoding(packing), calibration=self.calibration(given))
+        return KvMaterial(made, parameters.encoding(packing), calibration=(calibration.digest,) if calibration else ())
 
     def _check_pair(self, packing: Scheme | None) -> None:
         if self.ragged and packing is not None and packing.residual:

@@ -19,6 +19,8 @@ from kvferry.engine.selection import Positions
 from kvferry.engine.tensors import dtype_name
 from kvferry.sender.kv import parameters
 
+Kind = Literal["contiguous", "renumbered", "explicit", "shared"]
+
 
 @dataclass(frozen=True)
 class _Sized:
@@ -54,15 +56,16 @@ def _sections(
     *,
     renumbered: bool,
 ) -> Iterator[Expected]:
+    # A layer that keeps every row beside others that do not has positions as well.
+    whole = all(len(rows) == cache.offset for heads in kept for rows in heads)
     for index, (layer, heads) in enumerate(zip(cache.layers, kept, strict=True)):
         if isinstance(layer, DenseLayer):
-            yield from layout.layer_sections(
-                index, _layout(layer, heads, packing, cache.offset, renumbered=renumbered), encoding
-            )
+            kind = "contiguous" if whole else "renumbered" if renumbered else _positions(heads)
+            yield from layout.layer_sections(index, _layout(layer, heads, packing, cache.offset, kind), encoding)
 
 
 def _layout(
-    layer: DenseLayer, heads: Sequence[Positions], packing: Scheme | None, tokens: int, *, renumbered: bool
+    layer: DenseLayer, heads: Sequence[Positions], packing: Scheme | None, tokens: int, kind: Kind
 ) -> LayerLayout:
     counts = tuple(len(rows) for rows in heads)
     most, ragged = max(counts), len(set(counts)) > 1
@@ -75,19 +78,11 @@ def _layout(
         rows=most,
         head_rows=counts if ragged else None,
         offset=tokens,
-        positions=_positions(heads, tokens, ragged=ragged, renumbered=renumbered),
+        positions=kind,
         packed_keys=packing.packed_rows("keys", most) if packing else 0,
         packed_values=packing.packed_rows("values", most) if packing else 0,
     )
 
 
-def _positions(
-    heads: Sequence[Positions], tokens: int, *, ragged: bool, renumbered: bool
-) -> Literal["contiguous", "renumbered", "explicit", "shared"]:
-    if ragged:
-        return "explicit"
-    if len(heads[0]) == tokens:
-        return "contiguous"
-    if renumbered:
-        return "renumbered"
+def _positions(heads: Sequence[Positions]) -> Kind:
     return "shared" if all(np.array_equal(rows, heads[0]) for rows in heads) else "explicit"

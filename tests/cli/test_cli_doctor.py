@@ -158,9 +158,9 @@ def program(folder: Path, name: str, source: str) -> None:
 
 def test_a_compiler_that_is_missing_misnamed_or_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    bad(runtime.compiler(LINUX), "problem", "no C++ compiler", "apt-get install g++")
+    bad(runtime.compiler(LINUX), "problem", "g++ is not here", "apt-get install g++")
     program(tmp_path, "clang++", "exit 0")
-    bad(runtime.compiler(LINUX), "warning", "clang++", "g++")
+    bad(runtime.compiler(LINUX), "problem", "clang++ is, but MLX calls g++", "apt-get install g++")
     program(tmp_path, "g++", "echo 'fatal error: cmath: No such file' >&2; exit 1")
     bad(runtime.compiler(LINUX), "problem", "cmath", "headers")
     program(tmp_path, "g++", "exit 0")

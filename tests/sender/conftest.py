@@ -1,8 +1,12 @@
 """A sender without its service: documents in, artifacts out.
 
 ===========  =========================================================================================================
-workshop     factory: an ArtifactMaker with a store, a residency and a residency budget of its own
+workshop     factory: an ArtifactMaker with a store, a residency and a residency budget of its own, for a model that
+             is calibrated, with filters that point anywhere
+calibrated   function: calibrates a model in that way, for tests that do without a workshop
 drain        run a generator to its end and return its result
+asked        function: what every layer of a model asks while it reads, as its rotary modules make it
+*_oracles    modules of tests/oracles: qfilter, selector and attention
 stored       an artifact of a few dozen chunks
 road         a transfer of that artifact to a receiver that does what a test tells it to
 ===========  =========================================================================================================
@@ -12,17 +16,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
+import sys
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import grpc
+import mlx.core as mx
+import msgspec
+import numpy as np
 import pytest
+from mlx import nn
+from mlx_lm.models.cache import make_prompt_cache
 
 import kvferry.engine  # noqa: F401  (a real BLAS, before MLX)
 from kvferry.core import addresses, channel, rpc, wire
 from kvferry.core.compat import Verdict
+from kvferry.core.digests import digest
 from kvferry.core.ledger import SenderAccount, account_from_json
 from kvferry.core.manifest import Scalar
 from kvferry.core.metrics import SenderMetrics
@@ -36,6 +49,8 @@ from kvferry.proto.v1 import receiver_service_pb2 as pb
 from kvferry.proto.v1 import receiver_service_pb2_grpc as pb_grpc
 from kvferry.sender import registry
 from kvferry.sender.artifacts import Artifact, ArtifactMaker
+from kvferry.sender.calibration import binding, folder
+from kvferry.sender.calibration.qfilters_file import QFilters, Record
 from kvferry.sender.reading import Reading
 from kvferry.sender.transfer import Transfer
 
@@ -80,12 +95,103 @@ class Workshop:
         return artifact
 
 
+def calibrate(model: LoadedModel) -> None:
+    """Put filters for a model where the sender looks for them, unless they are there."""
+    if model.profile.unsupported:
+        return
+    bound = binding.describe(model.profile)
+    name = digest(msgspec.json.encode(bound)).hex()
+    if name not in folder.names():
+        shape = (bound.layers, bound.kv_heads, bound.head_dim)
+        filters = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        record = Record(1, bound, "negative", "majority", "faithful", 1, 1, 1, 0, 0, "0" * 64)
+        folder.save(name, QFilters(record, filters))
+
+
+def _oracles(name: str) -> ModuleType:
+    """Return a module of tests/oracles, which lies on no path."""
+    known = f"kvferry_{name}"
+    if known not in sys.modules:
+        spec = importlib.util.spec_from_file_location(known, Path(__file__).parents[1] / "oracles" / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[known] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[known])
+    return sys.modules[known]
+
+
+@pytest.fixture(scope="session")
+def qfilter_oracles() -> ModuleType:
+    return _oracles("qfilter_oracles")
+
+
+@pytest.fixture(scope="session")
+def selector_oracles() -> ModuleType:
+    return _oracles("selector_oracles")
+
+
+@pytest.fixture(scope="session")
+def attention_oracles() -> ModuleType:
+    return _oracles("attention_oracles")
+
+
+class RotaryRecorder(nn.Module):
+    """Stands in a rotary module's place and keeps what goes in and what comes out."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        self.calls: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        before = np.array(x[0].astype(mx.float32))
+        turned: mx.array = self.inner(x, *args, **kwargs)
+        self.calls.append((before, np.array(turned[0].astype(mx.float32))))
+        return turned
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One layer's queries [H, T, D] before and after rotation, and its keys [Hk, T, D] after it."""
+
+    plain: np.ndarray[Any, Any]
+    queries: np.ndarray[Any, Any]
+    keys: np.ndarray[Any, Any]
+
+
+@pytest.fixture(scope="session")
+def asked() -> Callable[[Any, list[int]], list[Asked]]:
+    """Return a function: ``asked(model, ids)`` gives for every layer of an mlx-lm model what its rotary module made.
+
+    For models with more query heads than KV heads; the model is as before.
+    """
+
+    def record(model: Any, ids: list[int]) -> list[Asked]:
+        recorders = [RotaryRecorder(layer.self_attn.rope) for layer in model.layers]
+        for layer, recorder in zip(model.layers, recorders, strict=True):
+            layer.self_attn.rope = recorder
+        mx.eval(model(mx.array([ids]), cache=make_prompt_cache(model)))
+        for layer, recorder in zip(model.layers, recorders, strict=True):
+            layer.self_attn.rope = recorder.inner
+        made = [sorted(recorder.calls, key=lambda call: len(call[0])) for recorder in recorders]
+        return [Asked(*queries, keys[1]) for keys, queries in made]
+
+    return record
+
+
+@pytest.fixture(scope="session")
+def calibrated() -> Callable[[LoadedModel], None]:
+    """Return a function that calibrates a model, with filters that point anywhere."""
+    return calibrate
+
+
 @pytest.fixture
 def workshop(tmp_path: Path) -> Iterator[Callable[..., Workshop]]:
     """Return a factory: ``workshop(model, chunk_bytes=1024, budget=2**30, store="a name")``."""
     stores: list[ArtifactStore] = []
 
     def open_workshop(model: LoadedModel, *, chunk_bytes: int = 1024, budget: int = 2**30, store: str = "") -> Workshop:
+        calibrate(model)
         stores.append(ArtifactStore(tmp_path / (store or f"store-{len(stores)}")))
         residency = Residency(budget)
         return Workshop(model, stores[-1], residency, ArtifactMaker(model, stores[-1], chunk_bytes, runtime_versions()))

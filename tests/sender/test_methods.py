@@ -26,8 +26,24 @@ from kvferry.sender import registry
 
 DOCUMENT = "The access code of the north warehouse is 4417. Tür und Tor, 門, 🚢, e\u0301. <|im_end|> <think>\n\n" * 4
 KV_GROUPS = ("model", "tokenizer", "prefix", "positions", "layout", "parity")
-METHODS = {"A0": "text", "A1": "text", "A7": "text", "B0": "text", "B1": "kv"}
-CONSUME = {"A0": "prefill", "A1": "prefill", "A7": "prefill", "B0": "prefill_once", "B1": "inject"}
+METHODS = {
+    "A0": "text",
+    "A1": "text",
+    "A7": "text",
+    "B0": "text",
+    "B1": "kv",
+    "B3": "kv",
+    "B4": "kv",
+    "streamingllm": "kv",
+    "h2o": "kv",
+    "l2norm": "kv",
+    "keydiff": "kv",
+    "expected-attention": "kv",
+    "expected-attention-adakv": "kv",
+    "qfilters": "kv",
+    "qfilters-svd": "kv",
+}
+CONSUME = {"A0": "prefill", "A1": "prefill", "A7": "prefill", "B0": "prefill_once"}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +58,8 @@ def shop(workshop: Callable[..., Any], model: LoadedModel) -> Any:
 
 def test_these_are_all_the_methods() -> None:
     assert {method.info.id: method.info.form for method in registry.METHODS} == METHODS
-    names = [name.casefold() for method in registry.METHODS for name in (method.info.id, method.info.name)]
+    # A method may have its id for its name, but no name of another.
+    names = [name.casefold() for method in registry.METHODS for name in {method.info.id, method.info.name}]
     assert len(set(names)) == len(names)
 
 
@@ -52,7 +69,7 @@ def test_form_and_groups(shop: Any, method: str) -> None:
     assert manifest.form == METHODS[method]
     present = {group for group in KV_GROUPS if getattr(manifest, group) is not None}
     assert present == (set(KV_GROUPS) if METHODS[method] == "kv" else set())
-    assert (manifest.method.id, manifest.method.consume) == (method, CONSUME[method])
+    assert (manifest.method.id, manifest.method.consume) == (method, CONSUME.get(method, "inject"))
     assert manifest.method.aware is False
     assert manifest.mapper is None
     text = DOCUMENT.encode()
@@ -351,10 +368,10 @@ def test_a_dropped_artifact_is_made_again(shop: Any) -> None:
 def test_the_account_speaks_of_this_document(shop: Any, model: LoadedModel, method: str) -> None:
     account = shop.make(method, DOCUMENT).account
     tokens = len(model.prompt.prefix(DOCUMENT))
-    assert account.prefill_tokens == (tokens if method == "B1" else 0)
+    assert account.prefill_tokens == (tokens if METHODS[method] == "kv" else 0)
     # bf16: 2 bytes; K and V of 3 layers with 3 heads of 8.
     assert account.dense_bf16_bytes == tokens * 2 * 2 * 3 * 3 * 8
-    assert (account.prefill_ms > 0) is (method == "B1")
+    assert (account.prefill_ms > 0) is (METHODS[method] == "kv")
     assert account.method_ms >= 0
     assert account.encode_ms > 0
 

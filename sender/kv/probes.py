@@ -1,0 +1,60 @@
+"""Who looks at the prefix, for methods that score its rows by attention: an instruction, the question, its own end.
+
+A probe runs in a pass of its own on a branch of the cache, which it does not change; what it costs is part of the
+method's time. An instruction or a question is no part of the prefix, so no row of it is kept.
+"""
+
+from __future__ import annotations
+
+from itertools import cycle, islice
+
+from kvferry.core.errors import InvalidRequestError
+from kvferry.engine.cache import PrefixCache
+from kvferry.engine.dense import DenseLayer
+from kvferry.engine.model import LoadedModel
+from kvferry.engine.observe import Window, window
+from kvferry.sender.kv.selecting import Subject
+
+INSTRUCTION = (
+    "\n\nRead the document above with care. You will be asked about its names, numbers, dates, places and codes, "
+    "and about what follows from what. Note each of these facts exactly as it is written."
+)
+"""What blind methods look with, in place of a question that is not known yet. Its first tokens count."""
+INSTRUCTION_TOKENS = 32
+
+
+def instruction_ids(model: LoadedModel) -> list[int]:
+    """Return the first 32 tokens of the instruction, which starts over for a tokenizer with fewer."""
+    ids = model.tokenizer.encode(INSTRUCTION, add_special_tokens=False)
+    return list(islice(cycle(ids), INSTRUCTION_TOKENS))
+
+
+def question_ids(subject: Subject, method: str) -> list[int]:
+    """Return what the receiver will run behind the prefix: the question and the header of the answer.
+
+    Raises:
+        InvalidRequestError: when the request has no question.
+    """
+    if not subject.question:
+        raise InvalidRequestError(f"question: method {method} needs the question", field="question")
+    return subject.model.prompt.fresh(subject.question)
+
+
+def behind(subject: Subject, ids: list[int]) -> list[Window]:
+    """Return what tokens ask, in every layer, when they run behind the prefix.
+
+    Raises:
+        ContextOverflowError: when prefix and tokens exceed the model's context.
+    """
+    subject.model.check_context(subject.rows, len(ids), 0)
+    return window(subject.model.model, subject.cache, ids)
+
+
+def at_end(subject: Subject, count: int) -> list[Window]:
+    """Return what the last ``count`` tokens of the prefix ask, in every layer; at least one stands before them."""
+    return window(subject.model.model, _cut(subject, subject.rows - count), subject.ids[-count:])
+
+
+def _cut(subject: Subject, rows: int) -> PrefixCache:
+    layers = (DenseLayer(layer.keys[:, :, :rows], layer.values[:, :, :rows]) for layer in subject.layers)
+    return PrefixCache(tuple(layers), rows)

@@ -1,0 +1,175 @@
+"""SnapKV's scores: how much attention a window of queries pays to every row of the prefix, smoothed over neighbours.
+
+Symbols: H query heads, Hk KV heads, G = H / Hk, W queries of the window, T rows of the prefix before the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import mlx.core as mx
+import numpy as np
+from msgspec import Meta
+
+from kvferry.core.errors import InvalidRequestError, ModelError
+from kvferry.core.progress import Progress
+from kvferry.engine.attention import causal_softmax, grouped
+from kvferry.engine.observe import Window
+from kvferry.engine.selection import Flags, Scores, protect, to_scores
+from kvferry.sender.kv import probes
+from kvferry.sender.kv.parameters import SelectionParameters
+from kvferry.sender.kv.selecting import Subject
+
+WindowTokens = Annotated[int, Meta(ge=1, le=4096)]
+_WEIGHTS_AT_ONCE = 2**23
+"""Attention weights held at a time, so that a long question does not need memory of its length times the prefix's."""
+
+
+class WindowScoreParameters(SelectionParameters, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How attention becomes a score.
+
+    ``query_reduction`` over the queries of the window, which ranks alike; ``group_reduction`` over the query heads of a
+    KV head; ``pooling`` over ``kernel`` neighbouring rows. ``reduction_order``: the group before the pooling, or after.
+    """
+
+    kernel: Annotated[int, Meta(ge=1, le=1023)] = 7
+    pooling: Literal["max", "avg"] = "max"
+    query_reduction: Literal["mean", "sum"] = "mean"
+    group_reduction: Literal["mean", "max"] = "mean"
+    reduction_order: Literal["group-pool", "pool-group"] = "group-pool"
+
+    def __post_init__(self) -> None:
+        if self.kernel % 2 == 0:
+            raise InvalidRequestError(
+                f"kernel: {self.kernel}, must be odd, from 1 to 1023", field="kernel", value=self.kernel
+            )
+
+
+class BlindWindowParameters(WindowScoreParameters, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Whose queries count when the question is not known.
+
+    ``window`` "instruction": a generic one of 32 tokens that runs behind the prefix. "prompt", as published: the
+    prefix's own last ``window_tokens``, whose rows are always kept and count for the budget.
+    """
+
+    window: Literal["instruction", "prompt"] = "instruction"
+    window_tokens: WindowTokens = 32
+
+
+def window_votes(queries: mx.array, prefix_keys: mx.array, window_keys: mx.array) -> Scores:
+    """Return the attention that every row of the prefix gets, [H, T]: the sum over the window's queries.
+
+    The softmax goes over prefix and window, causal within the window, whose columns are dropped afterwards.
+
+    Args:
+        queries: [H, W, D], fp32, after rotation.
+        prefix_keys: [Hk, T, D].
+        window_keys: [Hk, W, D].
+    """
+    heads, tokens, width = queries.shape
+    kv_heads, rows, _ = prefix_keys.shape
+    keys = mx.concatenate([prefix_keys, window_keys], axis=1)
+    votes = np.zeros((heads, rows), dtype=np.float32)
+    step = max(_WEIGHTS_AT_ONCE // (heads * (rows + tokens)), 1)
+    for start in range(0, tokens, step):
+        part = queries[:, start : start + step]
+        count = part.shape[1]
+        logits = grouped(part[None], kv_heads) @ keys[None, :, : rows + start + count].swapaxes(-1, -2) * width**-0.5
+        weights = causal_softmax(logits, count)[..., :rows]
+        votes += np.array(mx.sum(weights.reshape(heads, count, rows), axis=1))
+    return votes
+
+
+def check_finite(name: str, keys: mx.array) -> None:
+    """Refuse keys of which one is not finite: an infinite one may have weight 0, which would look like any other.
+
+    Raises:
+        ModelError: naming who asked.
+    """
+    if not mx.all(mx.isfinite(keys)).item():
+        raise ModelError(f"{name}: a key is not finite; nothing is selected", field=name)
+
+
+def pool(scores: Scores, kernel: int, pooling: Literal["max", "avg"]) -> Scores:
+    """Return the maximum or the mean over ``kernel`` neighbours, an odd number, for scores [..., T].
+
+    Beyond the ends there is -inf for the maximum; for the mean there are zeros, which count.
+    """
+    half = kernel // 2
+    edges = [(0, 0)] * (scores.ndim - 1) + [(half, half)]
+    padded = np.pad(scores, edges, constant_values=-np.inf if pooling == "max" else 0.0)
+    neighbours = np.lib.stride_tricks.sliding_window_view(padded, kernel, axis=-1)
+    pooled: Scores = neighbours.max(axis=-1) if pooling == "max" else neighbours.sum(axis=-1) / np.float32(kernel)
+    return pooled
+
+
+def window_scores(
+    queries: mx.array, prefix_keys: mx.array, window_keys: mx.array, given: WindowScoreParameters
+) -> Scores:
+    """Return the scores [Hk, T] of the prefix's rows. Arguments as for ``window_votes``.
+
+    Raises:
+        ModelError: when a key or a score is not finite.
+    """
+    check_finite("window scores", prefix_keys)
+    votes = window_votes(queries, prefix_keys, window_keys)
+    if given.query_reduction == "mean":
+        votes /= np.float32(queries.shape[1])
+    kv_heads = len(prefix_keys)
+    if given.reduction_order == "group-pool":
+        scores = pool(_over_group(votes, kv_heads, given), given.kernel, given.pooling)
+    else:
+        scores = _over_group(pool(votes, given.kernel, given.pooling), kv_heads, given)
+    return to_scores("window scores", mx.array(scores))
+
+
+def _over_group(scores: Scores, kv_heads: int, given: WindowScoreParameters) -> Scores:
+    grouped_scores = scores.reshape(kv_heads, len(scores) // kv_heads, scores.shape[1])
+    reduced: Scores = grouped_scores.mean(axis=1) if given.group_reduction == "mean" else grouped_scores.max(axis=1)
+    return reduced
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Every layer's scores [Hk, T] of all rows of a prefix, and which rows [T] are kept whatever their score."""
+
+    layers: list[Scores]
+    protected: Flags
+
+
+def score_blind(subject: Subject, given: BlindWindowParameters) -> Generator[Progress, None, Scored]:
+    """Score with the window that the parameters name."""
+    if given.window == "prompt":
+        return (yield from score_at_end(subject, given.window_tokens, given))
+    return (yield from score_behind(subject, probes.instruction_ids(subject.model), given))
+
+
+def score_behind(subject: Subject, ids: list[int], given: WindowScoreParameters) -> Generator[Progress, None, Scored]:
+    """Score with a probe that is no part of the prefix: no row is protected."""
+    yield Progress("method", 0, len(subject.layers))
+    layers = yield from _score(subject, probes.behind(subject, ids), subject.rows, given)
+    return Scored(layers, protect(subject.rows))
+
+
+def score_at_end(subject: Subject, count: int, given: WindowScoreParameters) -> Generator[Progress, None, Scored]:
+    """Score with the last ``count`` tokens of the prefix, as published: they are protected, and have no scores."""
+    protected = protect(subject.rows, recent=count)
+    before = subject.rows - count
+    if before < 1:
+        return Scored([np.zeros((layer.kv_heads, subject.rows), np.float32) for layer in subject.layers], protected)
+    yield Progress("method", 0, len(subject.layers))
+    layers = yield from _score(subject, probes.at_end(subject, count), before, given)
+    return Scored([np.pad(scores, ((0, 0), (0, count))) for scores in layers], protected)
+
+
+def _score(
+    subject: Subject, windows: Sequence[Window], rows: int, given: WindowScoreParameters
+) -> Generator[Progress, None, list[Scores]]:
+    scores = []
+    for layer, seen in zip(subject.layers, windows, strict=True):
+        keys = layer.keys[0, :, :rows].astype(mx.float32)
+        scores.append(window_scores(seen.queries, keys, seen.keys, given))
+        yield Progress("method", len(scores), len(windows))
+    return scores
