@@ -82,7 +82,7 @@ def run(model: str, lengths: Sequence[int], turns: int, advance: Callable[[str, 
 
 
 def _measure(bench: _Bench, length: int, turns: int, sender: str, model: str) -> list[Row]:
-    text = _document(bench.model, length)
+    text = document(bench.model, length)
     ids = bench.model.prompt.prefix(text)
     prefix, file = _local_caches(bench, ids)
     carried = bench.client.send(text=text, method="B1")
@@ -114,7 +114,7 @@ def _measure(bench: _Bench, length: int, turns: int, sender: str, model: str) ->
     ]
 
 
-def _document(model: LoadedModel, length: int) -> str:
+def document(model: LoadedModel, length: int) -> str:
     """Return the start of the bundled document, repeated as needed, whose prefix has about ``length`` tokens."""
     text = bundled()[0]
     while len(model.prompt.prefix(text)) < length:

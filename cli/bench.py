@@ -66,3 +66,23 @@ def ttft(model: str, tokens: tuple[int, ...], turns: int, *, as_json: bool) -> N
         return
     lines = [(str(row.prefix_tokens), row.arm, f"{row.ttft_ms:.1f}", f"{row.ratio:.2f}") for row in rows]
     click.echo(output.table([("tokens", "from", "first token ms", "to the floor"), *lines]))
+
+
+@command.command()
+@click.option(
+    "--model", default="smollm2-135m-instruct", show_default=True, help="Directory, catalogue name or hub id."
+)
+@click.option("--tokens", type=click.IntRange(min=64), default=1024, show_default=True, help="Prefix length.")
+@click.option("--turns", type=click.IntRange(min=1), default=5, show_default=True, help="Measurements an arm.")
+@output.json_option
+def selection(model: str, tokens: int, turns: int, *, as_json: bool) -> None:
+    """Time the choice of rows against prefill and window, and what a smaller cache saves."""
+    from kvferry.ablations import selection as experiment
+
+    with output.progress_share("selection") as advance:
+        rows = experiment.run(model, tokens, turns, advance)
+    if as_json:
+        output.write_json({"rows": [asdict(row) for row in rows]})
+        return
+    lines = [(row.arm, f"{row.ms:.1f}", f"{row.ratio:.2f}", row.floor) for row in rows]
+    click.echo(output.table([("arm", "ms", "ratio", "to"), *lines]))
