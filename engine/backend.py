@@ -10,7 +10,8 @@ from importlib.metadata import version
 from kvferry.core.errors import ModelError
 
 BLAS_LIBRARY = "libopenblas.so.0"
-COMPILERS = ("g++", "c++", "clang++")
+COMPILER = "g++"
+"""What MLX's CPU back end calls on Linux, by this name and no other."""
 
 
 def load_blas() -> str:
@@ -31,11 +32,12 @@ def check_compiler() -> None:
     """Check for the C++ compiler that MLX's CPU back end calls at run time.
 
     Raises:
-        ModelError: on Linux without a compiler; the message says what to install.
+        ModelError: on Linux without it, whatever other compilers are there; the message says what to install.
     """
-    if sys.platform.startswith("linux") and not any(shutil.which(name) for name in COMPILERS):
+    if sys.platform.startswith("linux") and shutil.which(COMPILER) is None:
         raise ModelError(
-            "C++ compiler: not found, and MLX's CPU back end needs one at run time. On Debian: apt-get install g++"
+            f"C++ compiler: {COMPILER} not found, and MLX's CPU back end calls it by that name. "
+            "Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++"
         )
 
 

@@ -9,15 +9,11 @@ from collections.abc import Iterable, Iterator
 import grpc
 
 from kvferry.core import addresses, logs, security, serving
-from kvferry.core.config import ReceiverConfig, ledger_path, store_path
+from kvferry.core.config import ReceiverConfig, ledger_path
 from kvferry.core.metrics import ReceiverMetrics
 from kvferry.core.security import ServerSecurity
-from kvferry.core.store import ArtifactStore
-from kvferry.engine import model_store
-from kvferry.engine.backend import runtime_versions
-from kvferry.engine.model import load
-from kvferry.engine.residency import Residency
-from kvferry.engine.worker import Worker
+from kvferry.engine import node
+from kvferry.engine.node import Node
 from kvferry.receiver import intake_service
 from kvferry.receiver.answering import Answerer
 from kvferry.receiver.intake import Intake
@@ -33,52 +29,34 @@ async def run(config: ReceiverConfig, *, announce_json: bool = False) -> None:
         KvferryError: when the model, the store, the address or a file that protects it cannot be used.
     """
     protection = security.for_server(config)
-    root = store_path(config)
-    store = ArtifactStore(root, budget=config.max_store_bytes, ttl_seconds=config.ttl_seconds, durable=config.durable)
-    worker = Worker()
-    try:
-        model = await worker.run(
-            lambda: load(
-                str(model_store.resolve(config.model)),
-                adapter=config.adapter,
-                revision=config.revision,
-                prefill_chunk=config.prefill_chunk,
-                max_payload_bytes=config.max_payload_bytes,
-            )
-        )
-        versions = runtime_versions()
-        residency = Residency(config.cache_bytes)
-        metrics = ReceiverMetrics(model.profile.model.id, versions)
-        metrics.watch_store(store)
-        metrics.watch_engine(
-            lambda: residency.nbytes, evicted=lambda: residency.evicted, queue_depth=lambda: worker.queue_depth
-        )
-        parts = ReceiverParts(
-            config=config,
-            model=model,
-            store=store,
-            intake=Intake(store, model.profile, metrics),
-            answerer=Answerer(model, residency, versions, config.parity),
-            residency=residency,
-            ledger=LedgerFile(ledger_path(config)),
-            worker=worker,
-            versions=versions,
-            metrics=metrics,
-        )
+    async with node.opened(config, config.max_payload_bytes) as opened:
+        metrics = ReceiverMetrics(opened.model.profile.model.id, opened.versions)
+        parts = _parts(config, opened, metrics)
 
         def register(server: grpc.aio.Server) -> Iterable[str]:
             intake_service.register(ReceiverServicer(parts), server)
             return [intake_service.SERVICE]
 
-        log = logs.logger("receiver")
-        log.info("ready", model=model.profile.model.id, unsupported=model.profile.unsupported, **versions)
+        opened.ready("receiver", metrics)
         with _tcp_worker(parts, protection) as tcp:
             await serving.serve(
                 config, register, protection=protection, metrics=metrics, tcp=tcp, announce_json=announce_json
             )
-    finally:
-        worker.close()
-        store.close()
+
+
+def _parts(config: ReceiverConfig, opened: Node, metrics: ReceiverMetrics) -> ReceiverParts:
+    return ReceiverParts(
+        config=config,
+        model=opened.model,
+        store=opened.store,
+        intake=Intake(opened.store, opened.model.profile, metrics),
+        answerer=Answerer(opened.model, opened.residency, opened.versions, config.parity),
+        residency=opened.residency,
+        ledger=LedgerFile(ledger_path(config)),
+        worker=opened.worker,
+        versions=opened.versions,
+        metrics=metrics,
+    )
 
 
 @contextlib.contextmanager

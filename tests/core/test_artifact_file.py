@@ -25,6 +25,7 @@ from kvferry.core.errors import (
     StoreError,
 )
 from kvferry.core.ledger import SenderAccount
+from kvferry.core.payloads import Payload
 from kvferry.core.plan import make_plan
 from kvferry.core.store import ArtifactStore, Stored
 

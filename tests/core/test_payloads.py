@@ -80,8 +80,11 @@ layers = st.builds(
     value_dim=st.integers(1, 5),
     dtype=st.sampled_from(["F16", "BF16", "F32"]),
     rows=st.integers(1, 9),
+    head_rows=st.none(),
     offset=st.just(9),
     positions=st.sampled_from(["contiguous", "explicit"]),
+    packed_keys=st.just(0),
+    packed_values=st.just(0),
 )
 
 

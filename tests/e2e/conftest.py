@@ -44,6 +44,7 @@ from kvferry.core.config import ReceiverConfig, SenderConfig
 from kvferry.core.digests import digest
 from kvferry.core.manifest import Scalar
 from kvferry.core.store import ArtifactStore, Stored
+from kvferry.engine import node
 from kvferry.engine.backend import runtime_versions
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.prompt import DEFAULT_SYSTEM
@@ -235,11 +236,11 @@ def here(
         **options: object,
     ) -> Here:
         kind, module = {"sender": (SenderConfig, sender_daemon), "receiver": (ReceiverConfig, receiver_daemon)}[role]
-        load = module.load
+        load = node.load
         given = {"listen": "127.0.0.1:0", "model": str(model), "store": str(tmp_path / (store or role)), **options}
         loaded = config.load(kind, None, {}, {"grace_seconds": 0.0, **given})  # type: ignore[type-var]
         with monkeypatch.context() as patch:
-            patch.setattr(module, "load", lambda *args, **keywords: wrap(load(*args, **keywords)))
+            patch.setattr(node, "load", lambda *args, **keywords: wrap(load(*args, **keywords)))
             finished = threading.Event()
             future = background(_supervise(module.run(loaded), finished))
             started.append(Here(_first(announced, future), future, finished))

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +20,15 @@ from typing import Any
 import grpc
 import pytest
 
-from kvferry.core import addresses, channel, errors, rpc
+from kvferry.core import addresses, channel, errors, limits, rpc
 from kvferry.proto.v1 import receiver_service_pb2 as pb
 from kvferry.receiver.intake import Intake
+
+QUICK, HELD = 40, 30
+# Messages of 1 MiB between a caller and a handler that stops: the one that it works on and the one that it has read
+# ahead; gRPC's window, which it renews once after the last read; and the one that the caller cannot finish. What lies
+# in the sockets is within the window.
+AHEAD = 2 + 2 * limits.MAX_MESSAGE_BYTES // limits.MIB + 1
 
 CALLER = """
 import sys, threading, time
@@ -172,19 +179,28 @@ def test_a_slow_receiver_slows_its_sender(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Chunks wait at the sender, not in a queue of the receiver's."""
-    monkeypatch.setattr(Intake, "put", lambda *_: time.sleep(0.03))
-    driver = peers(receiver=here("receiver", tiny_model_dir()).address)
-    sent, acknowledged, ahead = 0, 0, 0
+    sent, go_on = 0, threading.Event()
+
+    def hold(_: Intake, artifact_id: bytes, index: int, *__: object) -> None:
+        # Quick at first, so that gRPC would open its window where it may.
+        if index >= QUICK:
+            go_on.wait(60)
 
     def chunks() -> Iterator[pb.PutRequest]:
-        nonlocal sent, ahead
-        for index in range(40):
+        nonlocal sent
+        for index in range(QUICK + HELD):
             sent += 1
-            ahead = max(ahead, sent - acknowledged)
-            yield pb.PutRequest(artifact_id=bytes(32), index=index, data=bytes(2**20))
+            yield pb.PutRequest(artifact_id=bytes(32), index=index, data=bytes(limits.MIB))
 
-    for response in driver.receiving.Put(chunks(), timeout=60):
-        acknowledged += 1
-        assert response.index == acknowledged - 1
-    assert acknowledged == sent == 40
-    assert ahead <= 16
+    monkeypatch.setattr(Intake, "put", hold)
+    driver = peers(receiver=here("receiver", tiny_model_dir()).address)
+    acknowledged = driver.receiving.Put(chunks(), timeout=60)
+    try:
+        before = -1
+        while acknowledged.is_active() and (sent < QUICK or sent != before):
+            before = sent
+            time.sleep(0.3)
+    finally:
+        go_on.set()
+    assert before - QUICK <= AHEAD
+    assert [response.index for response in acknowledged] == list(range(QUICK + HELD))

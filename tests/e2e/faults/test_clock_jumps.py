@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvferry.client import Client, Progress
-from kvferry.core import store
+from kvferry.core import publishing, store_recovery
 from kvferry.core.errors import DeadlineError
 from kvferry.core.store import ArtifactStore
 from kvferry.engine.model import LoadedModel
@@ -183,7 +183,8 @@ class JumpingClock:
 @pytest.fixture
 def jumping(monkeypatch: pytest.MonkeyPatch) -> JumpingClock:
     made = JumpingClock()
-    monkeypatch.setattr(store, "time", made)
+    for module in (publishing, store_recovery):
+        monkeypatch.setattr(module, "time", made)
     return made
 
 
