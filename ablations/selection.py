@@ -1,8 +1,8 @@
 """How long choosing rows takes beside what it is measured against, and what a smaller cache saves afterwards.
 
 Every figure is a ratio to a floor of the same run, arms taking turns: methods that score by keys alone, or not at all,
-against the prefill; methods that look at queries of a window, against one forward of that window; an answer's tokens and
-a question on a selected cache, against the dense cache.
+against the prefill; methods that look at the queries of a window, against one forward of that window; decoding and a
+question on a selected cache, against the dense cache.
 """
 
 from __future__ import annotations
