@@ -1,11 +1,13 @@
 """What a model's queries look like while it reads: for methods that choose rows by attention.
 
 The arrays handed out are fp32 copies, after rotation: what stands in a cache and what asks it can be multiplied as they
-are. Symbols: H query heads, Hk KV heads, D head dimension, N tokens.
+are. Queries are scaled so that the product over the root of D is what the model's softmax sees, also where a model
+scales its attention otherwise (granite). Symbols: H query heads, Hk KV heads, D head dimension, N tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +86,7 @@ class _Observing(DenseBranch):
 
     def attend(self, queries: mx.array, scale: float) -> mx.array:
         """Attend as mlx-lm would."""
-        self._queries = queries
+        self._queries = _as_scaled(queries, scale)
         return attend_dense(queries, *self.keys_and_values(), scale)
 
     def window(self, tokens: int, index: int) -> Window:
@@ -92,7 +94,7 @@ class _Observing(DenseBranch):
         if self._queries is None:
             raise ModelError(f"layer {index}: its queries were not seen")
         keys, _ = self.keys_and_values()
-        seen = Window(self._queries[0].astype(mx.float32), keys[0, :, -tokens:].astype(mx.float32))
+        seen = Window(self._queries[0], keys[0, :, -tokens:].astype(mx.float32))
         mx.eval(seen.queries, seen.keys)
         return seen
 
@@ -111,5 +113,12 @@ class _ReplayCache(KVCache):
         start = self.seen
         self.seen += int(queries.shape[2])
         keys, values = self.keys_and_values()  # type: ignore[no-untyped-call]
-        self._see(self._index, start, queries[0].astype(mx.float32), keys[0].astype(mx.float32))
+        self._see(self._index, start, _as_scaled(queries, scale)[0], keys[0].astype(mx.float32))
         return attend_dense(queries, keys, values, scale)
+
+
+def _as_scaled(queries: mx.array, scale: float) -> mx.array:
+    width = float(queries.shape[-1])
+    factor = scale * width**0.5
+    plain = queries.astype(mx.float32)
+    return plain if math.isclose(factor, 1.0, rel_tol=1e-6) else plain * factor
