@@ -9,39 +9,65 @@ import msgspec
 
 from kvferry.core.errors import InvalidRequestError, UnknownMethodError
 from kvferry.core.manifest import Scalar
+from kvferry.sender.kv.adakv import AdaKV
+from kvferry.sender.kv.chunkkv import ChunkKV
 from kvferry.sender.kv.expected_attention import ExpectedAttention
 from kvferry.sender.kv.expected_attention_adakv import ExpectedAttentionAdaKV
 from kvferry.sender.kv.h2o import H2O
 from kvferry.sender.kv.keydiff import KeyDiff
+from kvferry.sender.kv.kivi import Kivi
 from kvferry.sender.kv.l2norm import L2Norm
 from kvferry.sender.kv.native import NativeCache
+from kvferry.sender.kv.packed import Packed
+from kvferry.sender.kv.pyramidkv import PyramidKV, PyramidKVAware
 from kvferry.sender.kv.qfilters import QFilters
 from kvferry.sender.kv.qfilters_svd import QFiltersSvd
 from kvferry.sender.kv.random_rows import RandomRows
+from kvferry.sender.kv.selected_packed import SelectedPacked
 from kvferry.sender.kv.serialised import SerialisedCache
 from kvferry.sender.kv.sink_recent import SinkRecent
+from kvferry.sender.kv.snapkv import SnapKV, SnapKVAware
 from kvferry.sender.kv.streaming_llm import StreamingLLM
+from kvferry.sender.kv.tova import Tova
 from kvferry.sender.method import Method
+from kvferry.sender.text.extractive import Extractive, ExtractiveAware
 from kvferry.sender.text.full_text import FullText
+from kvferry.sender.text.head_tail import HeadTail
 from kvferry.sender.text.no_message import NoMessage
+from kvferry.sender.text.summary import Summary, SummaryAware
 from kvferry.sender.text.zstd_text import ZstdText
 
 METHODS: tuple[Method[Any], ...] = (
     NoMessage(),
     FullText(),
+    HeadTail(),
+    Extractive(),
+    ExtractiveAware(),
+    Summary(),
+    SummaryAware(),
     ZstdText(),
     NativeCache(),
     SerialisedCache(),
+    Packed(),
+    Kivi(),
     SinkRecent(),
     RandomRows(),
+    SnapKV(),
+    SnapKVAware(),
+    PyramidKV(),
+    PyramidKVAware(),
     StreamingLLM(),
     H2O(),
+    Tova(),
     L2Norm(),
     KeyDiff(),
+    ChunkKV(),
+    AdaKV(),
     ExpectedAttention(),
     QFilters(),
     QFiltersSvd(),
     ExpectedAttentionAdaKV(),
+    SelectedPacked(lambda name: find(name)),  # noqa: PLW0108  (it is defined below)
 )
 
 

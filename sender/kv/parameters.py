@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from kvferry.core.compat import Profile
 from kvferry.core.errors import InvalidRequestError
 from kvferry.core.manifest import Encoding
 from kvferry.engine.packing import choose_group
@@ -15,6 +17,7 @@ from kvferry.sender.method import DENSE
 
 Bits = Literal[2, 3, 4, 5, 6, 8]
 Group = Literal[32, 64, 128]
+Residual = Annotated[int, Meta(ge=32, le=4096)]
 Budget = (
     Annotated[int, Meta(ge=1)]
     | Annotated[float, Meta(gt=0.0, le=1.0)]
@@ -23,12 +26,11 @@ Budget = (
 """Rows a KV head, as a whole number; the fraction of rows kept; or bytes on the wire, such as "200KB"."""
 
 
-class PackingParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How K and V are packed.
+class WidthParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How wide codes are, and how long groups.
 
-    ``bits`` stands for both; ``key_bits`` and ``value_bits`` for one of them. None leaves a tensor dense. A ``group``
-    of None is chosen by the head dimension. ``quantiser`` "affine" packs every row by itself, "kivi" packs keys by
-    channel and keeps the last ``residual`` rows dense.
+    ``bits`` stands for keys and values; ``key_bits`` and ``value_bits`` for one of them. None leaves a tensor dense. A
+    ``group`` of None is chosen by the head dimension.
     """
 
     bits: Bits | None = None
@@ -37,8 +39,17 @@ class PackingParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     group: Group | None = None
     key_group: Group | None = None
     value_group: Group | None = None
+
+
+class PackingParameters(WidthParameters, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How K and V are packed.
+
+    ``quantiser`` "affine" packs every row by itself, "kivi" packs keys by channel and keeps the last ``residual`` rows
+    dense.
+    """
+
     quantiser: Literal["affine", "kivi"] = "affine"
-    residual: Annotated[int, Meta(ge=32, le=4096)] = 128
+    residual: Residual = 128
 
 
 class SelectionParameters(PackingParameters, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -47,15 +58,30 @@ class SelectionParameters(PackingParameters, frozen=True, forbid_unknown_fields=
     budget: Budget = 0.25
 
 
+def head_dims(profile: Profile) -> tuple[int, int]:
+    """Return what must divide into groups in every layer: the head dimension of keys, and that of values."""
+    keys, values = ([getattr(layer, name) for layer in profile.layers] for name in ("key_dim", "value_dim"))
+    return math.gcd(*keys), math.gcd(*values)
+
+
 def scheme(parameters: PackingParameters, key_dim: int, value_dim: int) -> Scheme | None:
     """Return how a cache with these head dimensions is packed; None when it stays dense.
 
     Raises:
         InvalidRequestError: naming the parameter that does not fit.
     """
-    key_bits, value_bits = parameters.key_bits or parameters.bits, parameters.value_bits or parameters.bits
     if parameters.quantiser == "kivi":
-        return _kivi(parameters, key_bits, value_bits, value_dim)
+        return kivi(parameters, parameters.residual, value_dim)
+    return affine(parameters, key_dim, value_dim)
+
+
+def affine(parameters: WidthParameters, key_dim: int, value_dim: int) -> Scheme | None:
+    """Return the scheme that packs every row by itself; None when no bits are given.
+
+    Raises:
+        InvalidRequestError: naming the group that does not fit.
+    """
+    key_bits, value_bits = _bits(parameters)
     if key_bits is None and value_bits is None:
         return None
     keys, values = (
@@ -68,22 +94,32 @@ def scheme(parameters: PackingParameters, key_dim: int, value_dim: int) -> Schem
     return Scheme(keys, values)
 
 
-def _kivi(parameters: PackingParameters, key_bits: int | None, value_bits: int | None, value_dim: int) -> Scheme:
+def kivi(parameters: WidthParameters, residual: int, value_dim: int) -> Scheme:
+    """Return KIVI's scheme: keys by channel in blocks of ``residual`` rows, values by token but for the last ones.
+
+    Raises:
+        InvalidRequestError: naming the parameter that does not fit.
+    """
+    key_bits, value_bits = _bits(parameters)
     if key_bits is None or value_bits is None:
         raise InvalidRequestError(
             f"bits: the quantiser kivi packs keys and values; key_bits is {key_bits}, value_bits {value_bits}",
             field="bits",
         )
     key_group = parameters.key_group or parameters.group or 32
-    if parameters.residual % key_group:
+    if residual % key_group:
         raise InvalidRequestError(
-            f"residual: {parameters.residual} is no multiple of the key group {key_group}",
+            f"residual: {residual} is no multiple of the key group {key_group}",
             field="residual",
-            value=parameters.residual,
+            value=residual,
             group=key_group,
         )
     value_group = choose_group("value_group", value_dim, 2, parameters.value_group or parameters.group)
-    return Scheme(Width(key_bits, key_group, "channel"), Width(value_bits, value_group), "minmax", parameters.residual)
+    return Scheme(Width(key_bits, key_group, "channel"), Width(value_bits, value_group), "minmax", residual)
+
+
+def _bits(parameters: WidthParameters) -> tuple[int | None, int | None]:
+    return parameters.key_bits or parameters.bits, parameters.value_bits or parameters.bits
 
 
 def encoding(packing: Scheme | None) -> Encoding:

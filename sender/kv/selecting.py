@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 import mlx.core as mx
 import numpy as np
 
-from kvferry.core.errors import InvalidRequestError
+from kvferry.core.compat import Profile
 from kvferry.core.progress import Progress
 from kvferry.core.wire import MethodInfo
 from kvferry.engine.cache import PrefixCache
@@ -22,7 +22,7 @@ from kvferry.engine.model import LoadedModel
 from kvferry.engine.quantise import Scheme, quantise
 from kvferry.engine.renumber import renumber
 from kvferry.engine.selection import Positions
-from kvferry.sender.kv import budget, parameters
+from kvferry.sender.kv import budget, capabilities, parameters
 from kvferry.sender.kv.parameters import SelectionParameters
 from kvferry.sender.kv.sizes import payload_bytes
 from kvferry.sender.method import KvMaterial
@@ -99,11 +99,20 @@ class SelectingMethod(ABC):
         """Return what was measured on the model beforehand. Asked before the document is read, so it refuses early."""
         return None
 
+    def plan(self, profile: Profile, given: Any) -> Scheme | None:
+        """Return how kept rows are packed. What cannot be is refused here, before the document is read.
+
+        Raises:
+            InvalidRequestError: naming the parameter that does not fit.
+            ModelError: when the model cannot attend such a cache.
+        """
+        packing = parameters.scheme(given, *parameters.head_dims(profile))
+        capabilities.check(self.info.name, "ragged" if self.ragged else "level", packing, profile)
+        return packing
+
     def make(self, reading: Reading, given: Any) -> Generator[Progress, None, KvMaterial]:
         """Read, rank, select and pack."""
-        layer = reading.model.profile.layers[0]
-        packing = parameters.scheme(given, layer.key_dim, layer.value_dim)
-        self._check_pair(packing)
+        packing = self.plan(reading.model.profile, given)
         calibration = self.calibrated(reading.model, given)
         cache = yield from reading.prefill()
         question = reading.question if self.info.aware else None
@@ -120,16 +129,6 @@ class SelectingMethod(ABC):
             made = quantise(made, packing)
         yield Progress("method", 1, 1)
         return KvMaterial(made, parameters.encoding(packing), calibration=(calibration.digest,) if calibration else ())
-
-    def _check_pair(self, packing: Scheme | None) -> None:
-        if self.ragged and packing is not None and packing.residual:
-            raise InvalidRequestError(
-                f"quantiser: kivi packs blocks of rows across heads, and method {self.info.id} gives heads different "
-                "numbers of rows; use affine",
-                field="quantiser",
-                value="kivi",
-                method=self.info.id,
-            )
 
     def _select(self, subject: Subject, kept: Kept, *, renumbered: bool) -> PrefixCache:
         if all(len(rows) == subject.rows for layer in kept for rows in layer):

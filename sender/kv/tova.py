@@ -13,7 +13,7 @@ from kvferry.engine.selection import Scores, protect, same_for_every_head, to_sc
 from kvferry.sender.kv import probes
 from kvferry.sender.kv.parameters import SelectionParameters
 from kvferry.sender.kv.selecting import Keep, Kept, SelectingMethod, Subject
-from kvferry.sender.kv.window_scores import check_finite
+from kvferry.sender.kv.window_scores import Array, check_finite
 
 
 class TovaParameters(SelectionParameters, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -22,7 +22,7 @@ class TovaParameters(SelectionParameters, frozen=True, forbid_unknown_fields=Tru
     force_last: bool = False
 
 
-def tova_scores(query: mx.array, keys: mx.array) -> Scores:
+def tova_scores(query: Array, keys: Array) -> Scores:
     """Return the attention of the last token to every row, [T], its own included: the mean over all query heads.
 
     Args:
@@ -32,11 +32,14 @@ def tova_scores(query: mx.array, keys: mx.array) -> Scores:
     Raises:
         ModelError: when a key or a score is not finite.
     """
-    keys = keys.astype(mx.float32)
     check_finite("tova", keys)
-    groups = query.reshape(len(keys), len(query) // len(keys), query.shape[1])
-    weights = mx.softmax(groups @ keys.swapaxes(1, 2) * query.shape[1] ** -0.5, axis=-1, precise=True)
-    return to_scores("tova", mx.mean(weights, axis=(0, 1)))
+    scaled = query.reshape(len(keys), -1, query.shape[1]) * np.float32(query.shape[1] ** -0.5)
+    # What overflows ends as NaN, which is refused below.
+    with np.errstate(over="ignore", invalid="ignore"):
+        logits = scaled @ keys.swapaxes(1, 2)
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        shares = weights / weights.sum(axis=-1, keepdims=True)
+    return to_scores("tova", mx.array(shares.mean(axis=(0, 1))))
 
 
 class Tova(SelectingMethod):
@@ -74,5 +77,8 @@ class Tova(SelectingMethod):
 def _scores(subject: Subject) -> list[Scores]:
     if subject.rows == 1:
         return [np.ones(1, dtype=np.float32) for _ in subject.layers]
-    windows = probes.at_end(subject, 1)
-    return [tova_scores(seen.queries[:, 0], layer.keys[0]) for seen, layer in zip(windows, subject.layers, strict=True)]
+    scores = []
+    for layer, seen in zip(subject.layers, probes.at_end(subject, 1), strict=True):
+        keys = np.array(layer.keys[0].astype(mx.float32))
+        scores.append(tova_scores(np.array(seen.queries[:, 0]), keys))
+    return scores

@@ -1,5 +1,6 @@
 """SnapKV's scores: how much attention a window of queries pays to every row of the prefix, smoothed over neighbours.
 
+In numpy: MLX takes several times as long for an exponential on a CPU, and a score is the same on every device.
 Symbols: H query heads, Hk KV heads, G = H / Hk, W queries of the window, T rows of the prefix before the window.
 """
 
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -15,13 +16,13 @@ from msgspec import Meta
 
 from kvferry.core.errors import InvalidRequestError, ModelError
 from kvferry.core.progress import Progress
-from kvferry.engine.attention import causal_softmax, grouped
 from kvferry.engine.observe import Window
 from kvferry.engine.selection import Flags, Scores, protect, to_scores
 from kvferry.sender.kv import probes
 from kvferry.sender.kv.parameters import SelectionParameters
 from kvferry.sender.kv.selecting import Subject
 
+Array = np.ndarray[Any, np.dtype[np.float32]]
 WindowTokens = Annotated[int, Meta(ge=1, le=4096)]
 _WEIGHTS_AT_ONCE = 2**23
 """Attention weights held at a time, so that a long question does not need memory of its length times the prefix's."""
@@ -58,7 +59,7 @@ class BlindWindowParameters(WindowScoreParameters, frozen=True, forbid_unknown_f
     window_tokens: WindowTokens = 32
 
 
-def window_votes(queries: mx.array, prefix_keys: mx.array, window_keys: mx.array) -> Scores:
+def window_votes(queries: Array, prefix_keys: Array, window_keys: Array) -> Scores:
     """Return the attention that every row of the prefix gets, [H, T]: the sum over the window's queries.
 
     The softmax goes over prefix and window, causal within the window, whose columns are dropped afterwards.
@@ -70,25 +71,30 @@ def window_votes(queries: mx.array, prefix_keys: mx.array, window_keys: mx.array
     """
     heads, tokens, width = queries.shape
     kv_heads, rows, _ = prefix_keys.shape
-    keys = mx.concatenate([prefix_keys, window_keys], axis=1)
-    votes = np.zeros((heads, rows), dtype=np.float32)
+    scaled = queries * np.float32(width**-0.5)
+    votes: Scores = np.zeros((heads, rows), dtype=np.float32)
     step = max(_WEIGHTS_AT_ONCE // (heads * (rows + tokens)), 1)
     for start in range(0, tokens, step):
-        part = queries[:, start : start + step]
+        part = scaled[:, start : start + step]
         count = part.shape[1]
-        logits = grouped(part[None], kv_heads) @ keys[None, :, : rows + start + count].swapaxes(-1, -2) * width**-0.5
-        weights = causal_softmax(logits, count)[..., :rows]
-        votes += np.array(mx.sum(weights.reshape(heads, count, rows), axis=1))
+        asking = part.reshape(kv_heads, -1, width)
+        prefix = (asking @ prefix_keys.swapaxes(1, 2)).reshape(heads, count, rows)
+        window = (asking @ window_keys.swapaxes(1, 2)).reshape(heads, count, tokens)
+        window[:, ~np.tri(count, tokens, start, dtype=np.bool_)] = -np.inf
+        top = np.maximum(prefix.max(axis=-1), window.max(axis=-1))[..., None]
+        np.exp(prefix - top, out=prefix)
+        shares = 1 / (prefix.sum(axis=-1) + np.exp(window - top).sum(axis=-1))
+        votes += (shares[:, None] @ prefix)[:, 0]
     return votes
 
 
-def check_finite(name: str, keys: mx.array) -> None:
+def check_finite(name: str, keys: Array) -> None:
     """Refuse keys of which one is not finite: an infinite one may have weight 0, which would look like any other.
 
     Raises:
         ModelError: naming who asked.
     """
-    if not mx.all(mx.isfinite(keys)).item():
+    if not np.isfinite(keys).all():
         raise ModelError(f"{name}: a key is not finite; nothing is selected", field=name)
 
 
@@ -105,16 +111,16 @@ def pool(scores: Scores, kernel: int, pooling: Literal["max", "avg"]) -> Scores:
     return pooled
 
 
-def window_scores(
-    queries: mx.array, prefix_keys: mx.array, window_keys: mx.array, given: WindowScoreParameters
-) -> Scores:
+def window_scores(queries: Array, prefix_keys: Array, window_keys: Array, given: WindowScoreParameters) -> Scores:
     """Return the scores [Hk, T] of the prefix's rows. Arguments as for ``window_votes``.
 
     Raises:
         ModelError: when a key or a score is not finite.
     """
     check_finite("window scores", prefix_keys)
-    votes = window_votes(queries, prefix_keys, window_keys)
+    # What overflows ends as NaN, which is refused below.
+    with np.errstate(over="ignore", invalid="ignore"):
+        votes = window_votes(queries, prefix_keys, window_keys)
     if given.query_reduction == "mean":
         votes /= np.float32(queries.shape[1])
     kv_heads = len(prefix_keys)
@@ -169,7 +175,7 @@ def _score(
 ) -> Generator[Progress, None, list[Scores]]:
     scores = []
     for layer, seen in zip(subject.layers, windows, strict=True):
-        keys = layer.keys[0, :, :rows].astype(mx.float32)
-        scores.append(window_scores(seen.queries, keys, seen.keys, given))
+        keys = np.array(layer.keys[0, :, :rows].astype(mx.float32))
+        scores.append(window_scores(np.array(seen.queries), keys, np.array(seen.keys), given))
         yield Progress("method", len(scores), len(windows))
     return scores

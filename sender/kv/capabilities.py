@@ -1,0 +1,54 @@
+"""What goes together: a selection, a quantiser and a model. Asked before the document is read.
+
+A selection is "every" row, "level" when the heads of a layer keep equally many rows, or "ragged" when they need not.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvferry.core.compat import Profile
+from kvferry.core.errors import InvalidRequestError, ModelError
+from kvferry.engine.quantise import Scheme
+
+Selection = Literal["every", "level", "ragged"]
+Quantiser = Literal["dense", "affine", "kivi"]
+
+REFUSED: dict[tuple[Selection, Quantiser], str] = {
+    ("ragged", "kivi"): "it packs blocks of rows across heads, and this method gives heads different numbers of rows",
+}
+"""Why a pair cannot be. Every other one can."""
+
+MLX_LM_ATTENDS: frozenset[tuple[Selection, Quantiser]] = frozenset({("every", "dense"), ("level", "dense")})
+"""Pairs whose caches mlx-lm's own attention reads. For others a model must take attention of ours."""
+
+
+def check(method: str, selection: Selection, packing: Scheme | None, profile: Profile) -> None:
+    """Refuse what cannot be.
+
+    Args:
+        method: what chooses the rows, by name.
+        selection: what it may leave.
+        packing: how they are packed; None leaves them dense.
+        profile: of the model that they are for.
+
+    Raises:
+        InvalidRequestError: when selection and quantiser do not go together.
+        ModelError: when the model cannot attend such a cache.
+    """
+    quantiser: Quantiser = "dense" if packing is None else "kivi" if packing.residual else "affine"
+    why = REFUSED.get((selection, quantiser))
+    if why is not None:
+        raise InvalidRequestError(
+            f"quantiser: {quantiser} does not go with method {method}: {why}",
+            field="quantiser",
+            value=quantiser,
+            method=method,
+        )
+    if profile.attention and (selection, quantiser) not in MLX_LM_ATTENDS:
+        raise ModelError(
+            f"model: {profile.model.id} cannot attend what method {method} makes, {selection} rows, {quantiser}: "
+            f"{profile.attention}",
+            field="model",
+            method=method,
+        )

@@ -1,0 +1,41 @@
+"""What methods that keep every row, but pack them, have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from typing import Any, ClassVar
+
+from kvferry.core.progress import Progress
+from kvferry.core.wire import MethodInfo
+from kvferry.engine.quantise import Scheme, quantise
+from kvferry.sender.kv import capabilities, parameters
+from kvferry.sender.kv.parameters import WidthParameters
+from kvferry.sender.method import KvMaterial
+from kvferry.sender.reading import Reading
+
+
+class PackingMethod(ABC):
+    """A method that packs every row. A subclass gives ``info``, ``parameters`` and ``scheme``."""
+
+    info: ClassVar[MethodInfo]
+    parameters: ClassVar[type[WidthParameters]]
+
+    @abstractmethod
+    def scheme(self, given: Any, key_dim: int, value_dim: int) -> Scheme:
+        """Return how a cache with these head dimensions is packed.
+
+        Raises:
+            InvalidRequestError: naming the parameter that does not fit.
+        """
+
+    def make(self, reading: Reading, given: Any) -> Generator[Progress, None, KvMaterial]:
+        """Read and pack."""
+        profile = reading.model.profile
+        packing = self.scheme(given, *parameters.head_dims(profile))
+        capabilities.check(self.info.name, "every", packing, profile)
+        cache = yield from reading.prefill()
+        yield Progress("method", 0, 1)
+        packed = quantise(cache, packing)
+        yield Progress("method", 1, 1)
+        return KvMaterial(packed, parameters.encoding(packing))
