@@ -225,6 +225,11 @@ def _layout_reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:
     for index, (artifact, local) in enumerate(zip(layout, ours, strict=False)):
         yield from _layer_reasons(f"layout[{index}]", artifact, local)
     yield from _row_reasons(manifest)
+    ragged = [index for index, layer in enumerate(layout) if layer.head_rows is not None]
+    if receiver.attention and ragged:
+        yield Reason(
+            ReasonCode.LAYOUT_UNSUPPORTED, f"layout[{ragged[0]}].head_rows", "ragged heads", receiver.attention
+        )
 
 
 def _classes(layout: tuple[LayerLayout, ...]) -> str:
@@ -243,14 +248,14 @@ def _row_reasons(manifest: Manifest) -> Iterator[Reason]:
     """Rows that are not of this prefix, or a logical length that is neither its own nor that of renumbered rows."""
     tokens = manifest.prefix.tokens if manifest.prefix else 0
     layout = manifest.layout or ()
+    # A question continues at one position, in every layer.
+    start = layout[0].offset if layout and layout[0].positions == "renumbered" else tokens
     for index, layer in enumerate(layout):
-        renumbered = layer.positions == "renumbered"
-        # A question continues at one position, in every layer.
-        wanted = layout[0].offset if renumbered and layout[0].positions == "renumbered" else tokens
+        wanted = tokens if layer.positions != "renumbered" and layer.offset != tokens else start
         yield from _differs(ReasonCode.LAYOUT_MISMATCH, f"layout[{index}].offset", layer.offset, wanted)
-        if layer.positions in ("contiguous", "renumbered"):
-            yield from _differs(ReasonCode.LAYOUT_MISMATCH, f"layout[{index}].rows", layer.rows, layer.offset)
-        if layer.rows > tokens:
+        if layer.positions in ("contiguous", "renumbered") and layer.rows != wanted:
+            yield from _differs(ReasonCode.LAYOUT_MISMATCH, f"layout[{index}].rows", layer.rows, wanted)
+        elif layer.rows > tokens:
             yield Reason(ReasonCode.LAYOUT_MISMATCH, f"layout[{index}].rows", str(layer.rows), f"at most {tokens}")
 
 
@@ -267,20 +272,17 @@ def _probe_reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:
 
 def _encoding_reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:
     encoding = manifest.encoding
-    packed = False
     for part in ("key", "value"):
         bits, group = getattr(encoding, f"{part}_bits"), getattr(encoding, f"{part}_group")
-        packed = packed or bits is not None
         if bits is not None and bits not in layouts.WIDTHS:
             yield Reason(ReasonCode.ENCODING_UNSUPPORTED, f"encoding.{part}_bits", str(bits), _listed(layouts.WIDTHS))
         if group is not None and group not in layouts.GROUPS:
             yield Reason(ReasonCode.ENCODING_UNSUPPORTED, f"encoding.{part}_group", str(group), _listed(layouts.GROUPS))
+        packed = any(getattr(layer, f"packed_{part}s") for layer in manifest.layout or ())
+        if receiver.attention and packed:
+            field, value = f"encoding.{part}_bits", f"packed rows of {bits} bits"
+            yield Reason(ReasonCode.ENCODING_UNSUPPORTED, field, value, receiver.attention)
     yield from _differs(ReasonCode.ENCODING_UNSUPPORTED, "encoding.entropy", encoding.entropy, None)
-    ragged = any(layer.head_rows is not None for layer in manifest.layout or ())
-    if receiver.attention and (packed or ragged):
-        code = ReasonCode.ENCODING_UNSUPPORTED if packed else ReasonCode.LAYOUT_UNSUPPORTED
-        field = "encoding.key_bits" if packed else "layout.head_rows"
-        yield Reason(code, field, "packed rows" if packed else "ragged heads", receiver.attention)
 
 
 def _listed(values: tuple[int, ...]) -> str:

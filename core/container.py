@@ -26,6 +26,12 @@ from kvferry.core.manifest import DTYPE_BYTES, Decoded, Dtype, Payload, Section
 IDS = "prefix.ids"
 SYSTEM = "prompt.system"
 TEXT = "document.text"
+ENDS = "document.ends"
+EXCERPTS = "document.excerpts"
+SUMMARY = "document.summary"
+SPANS = "document.spans"
+SHORTENED = (ENDS, EXCERPTS, SUMMARY)
+"""What may stand in the place of the document's text; ``SPANS`` says then which passages are the document's."""
 _HEADER_ALIGNMENT = 8
 _MAX_EMPTY_FRAME = 25  # RFC 8878: 4 magic, at most 14 of header, 3 of the one empty block, 4 of checksum
 

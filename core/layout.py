@@ -85,17 +85,16 @@ def rows_shape(layer: LayerLayout, rows: int) -> tuple[int, ...]:
 
 
 def _tensor_sections(layer: LayerLayout, tensor: Tensor) -> Iterator[Expected]:
-    if tensor.bits is None or tensor.group is None:
+    if not tensor.packed or tensor.bits is None or tensor.group is None:
         yield Expected(tensor.name, layer.dtype, (*rows_shape(layer, layer.rows), tensor.dim))
         return
-    if tensor.packed:
-        if tensor.axis == "token":
-            leading, width = rows_shape(layer, tensor.packed), tensor.dim
-        else:
-            leading, width = (layer.kv_heads, tensor.dim), tensor.packed
-        yield Expected(f"{tensor.name}.codes", "U32", (*leading, width * tensor.bits // _WORD_BITS))
-        yield Expected(f"{tensor.name}.scales", layer.dtype, (*leading, width // tensor.group))
-        yield Expected(f"{tensor.name}.biases", layer.dtype, (*leading, width // tensor.group))
+    if tensor.axis == "token":
+        leading, width = rows_shape(layer, tensor.packed), tensor.dim
+    else:
+        leading, width = (layer.kv_heads, tensor.dim), tensor.packed
+    yield Expected(f"{tensor.name}.codes", "U32", (*leading, width * tensor.bits // _WORD_BITS))
+    yield Expected(f"{tensor.name}.scales", layer.dtype, (*leading, width // tensor.group))
+    yield Expected(f"{tensor.name}.biases", layer.dtype, (*leading, width // tensor.group))
     if tensor.packed < layer.rows:
         yield Expected(f"{tensor.name}.tail", layer.dtype, (layer.kv_heads, layer.rows - tensor.packed, tensor.dim))
 
@@ -107,24 +106,18 @@ def check(index: int, layer: LayerLayout, encoding: Encoding) -> None:
         ManifestError: naming the field and both values.
     """
     path = f"layout[{index}]"
+    if (encoding.key_axis is None) != (encoding.key_bits is None):
+        raise _wrong("encoding.key_axis", encoding.key_axis, f"keys of {encoding.key_bits} bits")
     if layer.head_rows is not None:
         _check_ragged(path, layer)
-    for tensor in tensors(index, layer, encoding):
-        part = "keys" if tensor.name == container.keys_name(index) else "values"
-        field = f"{path}.packed_{part}"
+    for part, tensor in zip(("key", "value"), tensors(index, layer, encoding), strict=True):
         if (tensor.bits is None) != (tensor.group is None):
-            raise _wrong(f"encoding.{part[:-1]}_group", tensor.group, f"bits {tensor.bits}")
-        if tensor.packed > (layer.rows if tensor.bits is not None else 0):
-            raise _wrong(field, tensor.packed, f"{layer.rows} rows of {tensor.bits or 'no'} bits")
-        if tensor.bits is None or tensor.group is None:
-            continue
-        if layer.head_rows is not None and (tensor.packed != layer.rows or tensor.axis == "channel"):
-            raise _wrong(field, tensor.packed, f"all {layer.rows} rows by token, in a ragged layer")
+            raise _wrong(f"encoding.{part}_group", tensor.group, f"{part}s of {tensor.bits} bits")
+        _check_packed(f"{path}.packed_{part}s", layer, tensor)
         across = tensor.dim if tensor.axis == "token" else tensor.packed
-        if across % tensor.group or across * tensor.bits % _WORD_BITS:
-            raise _wrong(
-                f"encoding.{part[:-1]}_group", tensor.group, f"{across} {tensor.axis} elements of {tensor.bits} bits"
-            )
+        if tensor.bits and tensor.group and (across % tensor.group or across * tensor.bits % _WORD_BITS):
+            expected = f"{across} numbers of {tensor.bits} bits by {tensor.axis}"
+            raise _wrong(f"encoding.{part}_group", tensor.group, expected)
 
 
 def _check_ragged(path: str, layer: LayerLayout) -> None:
@@ -132,8 +125,17 @@ def _check_ragged(path: str, layer: LayerLayout) -> None:
     if len(counts) != layer.kv_heads or max(counts, default=0) != layer.rows:
         raise _wrong(f"{path}.head_rows", counts, f"{layer.kv_heads} heads of at most {layer.rows} rows")
     if layer.positions != "explicit":
-        raise _wrong(f"{path}.positions", layer.positions, "explicit, in a ragged layer")
+        raise _wrong(f"{path}.positions", layer.positions, "explicit ones, in a ragged layer")
+
+
+def _check_packed(field: str, layer: LayerLayout, tensor: Tensor) -> None:
+    if tensor.packed > (layer.rows if tensor.bits is not None else 0):
+        raise _wrong(field, tensor.packed, f"{layer.rows} rows of {tensor.bits or 'no'} bits")
+    if layer.head_rows is not None and tensor.packed and (tensor.packed != layer.rows or tensor.axis == "channel"):
+        raise _wrong(field, f"{tensor.packed} by {tensor.axis}", f"all {layer.rows} by token, in a ragged layer")
 
 
 def _wrong(field: str, value: object, expected: str) -> ManifestError:
-    return ManifestError(f"{field}: {value}, but the artifact has {expected}", field=field, value=str(value))
+    return ManifestError(
+        f"{field}: {value}, but the artifact has {expected}", field=field, value=str(value), expected=expected
+    )

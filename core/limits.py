@@ -32,6 +32,9 @@ MAX_PROBE_OUTCOMES = 1024
 
 MAX_DOCUMENT_BYTES = 64 * MIB
 MAX_QUESTION_BYTES = 256 * KIB
+MAX_TEXT_SPANS = 1024 * KIB
+"""Most passages that a shortened text is made of: a sixty-fourth of the longest document's bytes."""
+
 MAX_SPANS = 64
 MAX_SPAN_BYTES = MIB
 """Most text that one FetchSpans answer carries."""

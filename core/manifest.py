@@ -2,7 +2,7 @@
 
 Encoding: MessagePack maps whose keys stand in the order of the fields below, every field present (nil when absent),
 integers in their shortest form, floats as float64. Exactly one byte string therefore stands for a manifest, and the
-BLAKE3 digest of that string is the artifact's id. ``docs/manifest.md`` specifies it.
+BLAKE3 digest of that string is the artifact's id. ``docs/wire.md`` §2 specifies it.
 """
 
 from __future__ import annotations

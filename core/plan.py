@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvferry.core import container, layout, limits, probe
+from kvferry.core import container, layout, limits, probe, spans
 from kvferry.core.digests import DIGEST_BYTES, digest
 from kvferry.core.errors import ContainerError, IntegrityError, ManifestError, TooLargeError
 from kvferry.core.manifest import DTYPE_BYTES, Manifest, Payload, Section
@@ -204,13 +204,18 @@ def _shown(section: object) -> str:
 
 def _check_text_sections(manifest: Manifest) -> None:
     names = [section.name for section in manifest.sections]
-    if names not in ([container.SYSTEM], [container.SYSTEM, container.TEXT]):
+    shortened = [[container.SYSTEM, kind, container.SPANS] for kind in container.SHORTENED]
+    if names not in ([container.SYSTEM], [container.SYSTEM, container.TEXT], *shortened):
         raise ManifestError(
-            f"sections: {names}, but a text artifact holds {container.SYSTEM} and at most {container.TEXT}",
+            f"sections: {names}, but a text artifact holds {container.SYSTEM} and at most {container.TEXT}, or in its "
+            f"place one of {', '.join(container.SHORTENED)} with {container.SPANS}",
             field="sections",
             value=str(names),
         )
     for section in manifest.sections:
+        if section.name == container.SPANS:
+            _check_spans_section(section)
+            continue
         if section.dtype != "U8":
             raise ManifestError(
                 f"sections.{section.name}.dtype: {section.dtype}, text is U8",
@@ -223,3 +228,18 @@ def _check_text_sections(manifest: Manifest) -> None:
                 value=size,
                 limit=limits.MAX_DOCUMENT_BYTES,
             )
+
+
+def _check_spans_section(section: Section) -> None:
+    if section.dtype != "U32" or section.shape[1:] != (spans.WIDTH,):
+        raise ManifestError(
+            f"sections.{section.name}: {section.dtype} {list(section.shape)}, spans are U32 [n, {spans.WIDTH}]",
+            field=f"sections.{section.name}.shape",
+            value=str(section.shape),
+        )
+    if section.shape[0] > limits.MAX_TEXT_SPANS:
+        raise TooLargeError(
+            f"sections.{section.name}: {section.shape[0]} spans, the limit is {limits.MAX_TEXT_SPANS}",
+            value=section.shape[0],
+            limit=limits.MAX_TEXT_SPANS,
+        )

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models import base
 
+from kvferry.core.errors import ModelError
+
 _NAME = "scaled_dot_product_attention"
 
 
@@ -35,14 +37,25 @@ def dispatch(  # noqa: PLR0917  (mlx-lm's signature)
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Stand in for mlx-lm's function of the same signature."""
-    if sinks is None and hasattr(cache, "attend"):
-        own: Attending = cache
-        return own.attend(queries, scale)
-    output: mx.array = base.scaled_dot_product_attention(
-        queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
-    )
-    return output
+    """Stand in for mlx-lm's function of the same signature.
+
+    Raises:
+        ModelError: when a cache that attends itself is asked for more than causal attention.
+    """
+    if not hasattr(cache, "attend"):
+        output: mx.array = base.scaled_dot_product_attention(
+            queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
+        )
+        return output
+    if sinks is not None:
+        raise ModelError(
+            f"sinks: {type(cache).__name__} has no attention with the model's learned sinks", field="sinks"
+        )
+    # A boolean one is the causal mask that the branch of the first layer made; a bias is part of the attention itself.
+    if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
+        raise ModelError(f"mask: {type(cache).__name__} has no attention with a bias", field="mask")
+    own: Attending = cache
+    return own.attend(queries, scale)
 
 
 def attend_dense(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:

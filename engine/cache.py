@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from kvferry.core.errors import InvalidRequestError
-from kvferry.engine.dense import DenseLayer
 from kvferry.engine.layers import Branch, Layer
 from kvferry.engine.ragged import RaggedLayer, heads_of
 
@@ -58,7 +57,7 @@ class PrefixCache:
 
         Args:
             positions: for each layer and KV head int32 [R'], strictly ascending: true positions, each held by this
-                cache. Heads of a dense layer that keep different numbers make it ragged.
+                cache. Heads of a layer that keep different numbers make it ragged.
 
         Returns:
             A new cache with the same logical length.
@@ -89,7 +88,7 @@ def frozen(branches: Sequence[Branch]) -> PrefixCache:
 
 def _select(layer: Layer, wanted: Rows, field: str) -> Layer:
     heads = _per_head(wanted, layer.kv_heads, field)
-    if isinstance(layer, DenseLayer) and len({int(head.size) for head in heads}) > 1:
+    if len({int(head.size) for head in heads}) > 1:
         layer = RaggedLayer(heads_of(layer))
     return layer.select(heads, field)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -45,18 +46,31 @@ class ContentEncoder:
         Raises:
             ModelError: when a piece of the text can only be encoded as a control token.
         """
-        ids: list[int] = []
+        return [token for _, encoding in self._encodings(text) for token in encoding.ids]
+
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """Return the code points of ``text`` that every one of its tokens stands for, as half-open ranges.
+
+        Tokens that share a character have the same one in their ranges.
+
+        Raises:
+            ModelError: as ``encode``.
+        """
+        return [(at + start, at + end) for at, encoding in self._encodings(text) for start, end in encoding.offsets]
+
+    def _encodings(self, text: str) -> Iterator[tuple[int, Encoding]]:
+        """Yield the pieces that the text is encoded in: where each begins, and its encoding."""
         # A list and no recursion: a document may hold any number of such strings.
-        pending = [text]
+        pending = [(0, text)]
         while pending:
-            piece = pending.pop()
+            at, piece = pending.pop()
             encoding = self._plain.encode(piece, add_special_tokens=False)
             cuts = self._cuts(piece, encoding)
             if cuts:
-                pending.extend(piece[start:end] for start, end in reversed(list(pairwise([0, *cuts, len(piece)]))))
+                parts = reversed(list(pairwise([0, *cuts, len(piece)])))
+                pending.extend((at + start, piece[start:end]) for start, end in parts)
             else:
-                ids.extend(encoding.ids)
-        return ids
+                yield at, encoding
 
     def _cuts(self, piece: str, encoding: Encoding) -> list[int]:
         cuts = []

@@ -138,6 +138,33 @@ class Branch(ABC):
         return mx.concatenate([held, fresh], axis=1)
 
 
+class AttendingBranch(Branch):
+    """A branch that computes its own attention: what ``update_and_fetch`` returns is not all that there is to see."""
+
+    def __init__(self, held_rows: int, offset: int) -> None:
+        super().__init__(held_rows, offset)
+        self._owed = False
+
+    @property
+    def owed(self) -> bool:
+        """Whether rows were added whose attention nobody asked for: the model attended in a way of its own."""
+        return self._owed
+
+    @abstractmethod
+    def attend(self, queries: mx.array, scale: float) -> mx.array:
+        """Return the last tokens' attention over every row; see ``kvferry.engine.attention``."""
+
+    def _owe(self) -> None:
+        """Note that rows were added.
+
+        Raises:
+            ModelError: when it was not asked for those before.
+        """
+        if self._owed:
+            raise ModelError("attention: the model does not ask the cache for it, and does not see the prefix")
+        self._owed = True
+
+
 class GrowingRows:
     """Rows [1, Hk, n, D] that grow. The first ones are copied when the first row is added, once."""
 

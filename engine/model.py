@@ -22,7 +22,7 @@ from kvferry.engine import fingerprint, rope
 from kvferry.engine.backend import check_compiler
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.generate import Answer, Sampling, Token, forward, generate
-from kvferry.engine.layers import Branch
+from kvferry.engine.layers import AttendingBranch, Branch
 from kvferry.engine.prefill import DEFAULT_PREFILL_CHUNK, prefill, read, snapshot
 from kvferry.engine.prompt import PROMPT_VERSION, PromptBuilder
 from kvferry.engine.ragged import RaggedLayer, heads_of
@@ -265,6 +265,9 @@ def _self_test_ragged(model: Any, cache: list[Any]) -> str:
         ragged = forward(model, _SELF_TEST_IDS, branches)
     except (ValueError, ModelError) as error:
         return f"attention head by head: {_reason(error)}"
+    for index, branch in enumerate(branches):
+        if isinstance(branch, AttendingBranch) and branch.owed:
+            return f"layer {index}: its attention does not go through mlx-lm's function"
     return _compare(plain, ragged, "attention head by head")
 
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from kvferry.core.errors import InvalidRequestError
 from kvferry.engine.attention import causal_softmax, grouped
-from kvferry.engine.layers import Branch, GrowingRows, row_indices
+from kvferry.engine.layers import AttendingBranch, GrowingRows, row_indices
 from kvferry.engine.packing import Packed
 
 
@@ -38,6 +38,11 @@ class PackedTensor:
     def arrays(self) -> list[mx.array]:
         """Every array."""
         return [self.tail] if self.packed is None else [*self.packed.arrays, self.tail]
+
+    def head(self, index: int) -> PackedTensor:
+        """Return one KV head."""
+        packed = None if self.packed is None else self.packed.head(index)
+        return PackedTensor(packed, self.tail[:, index : index + 1])
 
     @property
     def nbytes(self) -> int:
@@ -84,6 +89,11 @@ class PackedLayer:
         """Every array that holds rows."""
         return self.keys.arrays + self.values.arrays
 
+    def head(self, index: int) -> PackedLayer:
+        """Return one KV head as a layer of its own."""
+        positions = None if self.positions is None else self.positions[index : index + 1]
+        return PackedLayer(self.keys.head(index), self.values.head(index), positions)
+
     def select(self, wanted: Sequence[mx.array], field: str) -> PackedLayer:
         """Keep only some rows, the same number for every head; see ``PrefixCache.select``.
 
@@ -100,12 +110,19 @@ class PackedLayer:
 
 
 def _take(tensor: PackedTensor, index: mx.array, field: str) -> PackedTensor:
-    if tensor.packed is None or tensor.tail.shape[2]:
-        raise InvalidRequestError(f"{field}: rows cannot be taken out of a layer with a dense tail", field=field)
+    if tensor.packed is None:
+        dense = mx.take_along_axis(tensor.tail, index[None, :, :, None], axis=2)
+        return PackedTensor(None, mx.contiguous(dense))
+    if tensor.tail.shape[2]:
+        raise InvalidRequestError(
+            f"{field}: rows cannot be taken out of {tensor.packed_rows} packed ones with {tensor.tail.shape[2]} dense "
+            "ones behind them",
+            field=field,
+        )
     return PackedTensor(tensor.packed.take(index), tensor.tail)
 
 
-class PackedBranch(Branch):
+class PackedBranch(AttendingBranch):
     """A question's view of a packed layer. Only the dense tail is copied; the packed rows are shared."""
 
     def __init__(self, prefix: PackedLayer, offset: int, fresh_tokens: int) -> None:
@@ -116,6 +133,7 @@ class PackedBranch(Branch):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append fresh rows, [1, Hk, N, D]. Returns the dense rows; ``attend`` knows the packed ones."""
+        self._owe()
         self._keys.append(keys)
         self._values.append(values)
         self._fresh += int(keys.shape[2])
@@ -123,6 +141,7 @@ class PackedBranch(Branch):
 
     def attend(self, queries: mx.array, scale: float) -> mx.array:
         """Attend packed rows and dense ones under one softmax; see ``kvferry.engine.attention``."""
+        self._owed = False
         tokens, keys, values = int(queries.shape[2]), self._keys.rows, self._values.rows
         # A product, not in place: the caller still owns its queries.
         stacked = grouped(queries * scale, self._prefix.kv_heads)

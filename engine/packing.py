@@ -60,6 +60,11 @@ class Packed:
         """Codes, scales and biases."""
         return self.codes, self.scales, self.biases
 
+    def head(self, index: int) -> Packed:
+        """Return one KV head."""
+        codes, scales, biases = (part[:, index : index + 1] for part in self.arrays)
+        return Packed(codes, scales, biases, self.bits, self.group, self.axis)
+
     def take(self, rows: mx.array) -> Packed:
         """Return only some rows, int32 [Hk, R'].
 
@@ -132,9 +137,17 @@ def pack(rows: mx.array, bits: int, group: int, axis: Axis = "token", rule: Rule
 
     Raises:
         ModelError: when a value is not finite. MLX would turn NaN into finite numbers.
+        InvalidRequestError: when bits or group do not fit.
     """
     if not mx.all(mx.isfinite(rows)).item():
         raise ModelError("rows: hold numbers that are not finite; they cannot be packed")
+    across = rows.shape[2] if axis == "channel" else rows.shape[3]
+    if bits not in WIDTHS or group not in GROUPS or across % group:
+        raise InvalidRequestError(
+            f"group: {across} numbers by {axis} cannot be packed in groups of {group} with {bits} bits",
+            field="group",
+            value=group,
+        )
     plain = mx.contiguous(rows.swapaxes(2, 3) if axis == "channel" else rows)
     if rule == "affine":
         codes, scales, biases = mx.quantize(plain, group_size=group, bits=bits)
@@ -155,7 +168,8 @@ def _minmax(plain: mx.array, bits: int, group: int) -> tuple[mx.array, mx.array,
     groups = plain.astype(mx.float32).reshape(*leading, width // group, group)
     low, high = mx.min(groups, axis=-1, keepdims=True), mx.max(groups, axis=-1, keepdims=True)
     last = 2**bits - 1
-    step = (high - low) / last
+    # As it will be stored: codes that fit a finer step would not be the nearest.
+    step = ((high - low) / last).astype(plain.dtype).astype(mx.float32)
     codes = mx.round((groups - low) / mx.where(step > 0, step, 1.0))
     codes = mx.clip(codes, 0, last).astype(mx.uint32).reshape(*leading, width)
     return (

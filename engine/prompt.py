@@ -1,40 +1,70 @@
 """The prompt of every method: one layout, one boundary.
 
-    <template><system><template><document> | <template><question><template>
-    ------------- prefix ----------------- | ---------- fresh -------------
+    <template><system><template><label><material> | <template><question><template>
+    ------------------ prefix ------------------- | ---------- fresh -------------
 
-Every piece is encoded on its own and the ids are joined, so where the document ends never depends on the question:
-prefix ids + fresh ids are the ids of the whole prompt, for every method and every document.
+Every piece is encoded on its own and the ids are joined, so where the material ends never depends on the question:
+prefix ids + fresh ids are the ids of the whole prompt, for every method and every document. What a method sends in
+place of the document stands in the document's place, under a label that says what it is; nothing else differs.
+
+The prompts that methods give the sender's own model stand here too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
 
+from kvferry.core import container
 from kvferry.core.errors import ModelError
 from kvferry.engine.content import ContentEncoder
 
-PROMPT_VERSION = 1
+PROMPT_VERSION = 2
 """Changes whenever the texts below or their order change."""
 
 DEFAULT_SYSTEM = (
     "You answer questions about a document. Use only what the document says. "
     "Answer briefly and copy names, codes, numbers and dates exactly."
 )
+LABELS: Mapping[str, str] = MappingProxyType(
+    {
+        container.TEXT: "Document",
+        container.ENDS: "Beginning and end of the document",
+        container.EXCERPTS: "Excerpts from the document",
+        container.SUMMARY: "Summary of the document",
+    }
+)
+"""What the receiver's model is told about its material, by the name of the section that holds it."""
+
+SUMMARY_SYSTEM = "You summarise a document for a reader who cannot see it. Use only what the document says."
+SUMMARY_BLIND = (
+    "Write a summary of the document. The reader's questions are not known, so keep everything concrete: copy all "
+    "names, identifiers, numbers and dates exactly as they are written, and keep every negation and condition. "
+    "Begin with the most important facts. Write plain sentences and no introduction."
+)
+SUMMARY_AWARE = (
+    "Write a summary of the document that lets the reader answer the question below. Copy the names, identifiers, "
+    "numbers and dates that matter exactly as they are written, and keep every negation and condition. "
+    "Begin with the most important facts. Write plain sentences and no introduction.\n\nQuestion: "
+)
+"""The question follows."""
+
 _BEFORE_DOCUMENT = "Document:\n"
+_BEFORE_TASK = "\n\n"
 _BEFORE_QUESTION = "\n\nQuestion: "
 _SYSTEM_MARK, _DOCUMENT_MARK, _QUESTION_MARK = "\ue0001\ue000", "\ue0002\ue000", "\ue0003\ue000"
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """The chat template's own text around the three pieces of content."""
+    """The chat template's own text around label and material, question and answer."""
 
     opening: str
-    before_document: str
+    before_label: str
     before_question: str
     closing: str
 
@@ -54,21 +84,40 @@ class PromptBuilder:
         self._content = ContentEncoder(tokenizer)
         self._frame = _split(_render(tokenizer))
 
-    def prefix(self, document: str, system: str = DEFAULT_SYSTEM) -> list[int]:
-        """Return the ids of everything up to the document's last token."""
+    def prefix(self, material: str, system: str = DEFAULT_SYSTEM, kind: str = container.TEXT) -> list[int]:
+        """Return the ids of everything up to the material's last token.
+
+        Args:
+            material: the document, or what is sent in its place.
+            system: the system prompt.
+            kind: what the material is, a key of ``LABELS``.
+        """
         return (
             self._encode_structure(self._frame.opening)
             + self._content.encode(system)
-            + self._encode_structure(self._frame.before_document)
-            + self._content.encode(document)
+            + self._encode_structure(f"{self._frame.before_label}{LABELS[kind]}:\n")
+            + self._content.encode(material)
         )
 
     def fresh(self, question: str) -> list[int]:
-        """Return the ids of everything after the document: the question and the header of the answer."""
+        """Return the ids of everything after the material: the question and the header of the answer."""
+        return self._turn_end(self._frame.before_question, question)
+
+    def task(self, instruction: str) -> list[int]:
+        """Return the ids of everything after the document, for a task instead of a question."""
+        return self._turn_end(_BEFORE_TASK, instruction)
+
+    def count(self, material: str) -> int:
+        """Return how many tokens of a prompt the material takes."""
+        return len(self._content.encode(material))
+
+    def offsets(self, material: str) -> list[tuple[int, int]]:
+        """Return the half-open ranges of code points that the material's tokens in a prompt stand for."""
+        return self._content.offsets(material)
+
+    def _turn_end(self, before: str, content: str) -> list[int]:
         return (
-            self._encode_structure(self._frame.before_question)
-            + self._content.encode(question)
-            + self._encode_structure(self._frame.closing)
+            self._encode_structure(before) + self._content.encode(content) + self._encode_structure(self._frame.closing)
         )
 
     def _encode_structure(self, text: str) -> list[int]:
@@ -108,4 +157,4 @@ def _split(rendered: str) -> _Frame:
     before_question, closing = rest.split(_QUESTION_MARK)
     if not before_document.endswith(_BEFORE_DOCUMENT) or before_question != _BEFORE_QUESTION:
         raise ModelError("chat template: it changes the text of the user's turn")
-    return _Frame(opening, before_document, before_question, closing)
+    return _Frame(opening, before_document.removesuffix(_BEFORE_DOCUMENT), before_question, closing)

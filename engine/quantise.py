@@ -75,12 +75,12 @@ def _layer(layer: Layer, scheme: Scheme, field: str) -> Layer:
     raise InvalidRequestError(f"{field}: a {type(layer).__name__} cannot be packed by this scheme", field=field)
 
 
-def _pack(layer: DenseLayer, scheme: Scheme) -> PackedLayer:
-    return PackedLayer(
-        _tensor(layer.keys, scheme.keys, scheme.packed_rows("keys", layer.rows), scheme.rule),
-        _tensor(layer.values, scheme.values, scheme.packed_rows("values", layer.rows), scheme.rule),
-        layer.positions,
-    )
+def _pack(layer: DenseLayer, scheme: Scheme) -> DenseLayer | PackedLayer:
+    keys = _tensor(layer.keys, scheme.keys, scheme.packed_rows("keys", layer.rows), scheme.rule)
+    values = _tensor(layer.values, scheme.values, scheme.packed_rows("values", layer.rows), scheme.rule)
+    if keys.packed is None and values.packed is None:
+        return layer
+    return PackedLayer(keys, values, layer.positions)
 
 
 def _tensor(rows: mx.array, width: Width | None, packed_rows: int, rule: Rule) -> PackedTensor:

@@ -14,7 +14,7 @@ import mlx.core as mx
 from kvferry.core.errors import ModelError
 from kvferry.engine.attention import attend_dense
 from kvferry.engine.dense import DenseBranch, DenseLayer
-from kvferry.engine.layers import Branch, Layer
+from kvferry.engine.layers import AttendingBranch, Layer
 from kvferry.engine.packed import PackedBranch, PackedLayer
 
 
@@ -42,9 +42,9 @@ class RaggedLayer:
     @property
     def positions(self) -> mx.array | None:
         """Positions of all heads, joined: int32 [1, sum of rows]; None when every head's rows are 0..R-1."""
-        held = [head.positions for head in self.heads]
-        known = [item for item in held if item is not None]
-        return mx.concatenate(known, axis=1) if len(known) == len(held) else None
+        if all(head.positions is None for head in self.heads):
+            return None
+        return mx.concatenate([_positions(head) for head in self.heads], axis=1)
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +70,7 @@ class RaggedLayer:
         return RaggedBranch(self, offset, fresh_tokens)
 
 
-class RaggedBranch(Branch):
+class RaggedBranch(AttendingBranch):
     """A question's view of a ragged layer: one branch a head."""
 
     def __init__(self, prefix: RaggedLayer, offset: int, fresh_tokens: int) -> None:
@@ -79,6 +79,7 @@ class RaggedBranch(Branch):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append fresh rows, [1, Hk, N, D]. Returns them; ``attend`` knows the others."""
+        self._owe()
         for number, head in enumerate(self._heads):
             head.update_and_fetch(keys[:, number : number + 1], values[:, number : number + 1])
         self._fresh += int(keys.shape[2])
@@ -86,6 +87,7 @@ class RaggedBranch(Branch):
 
     def attend(self, queries: mx.array, scale: float) -> mx.array:
         """Attend head by head; see ``kvferry.engine.attention``."""
+        self._owed = False
         groups = mx.split(queries, len(self._heads), axis=1)
         outputs = [head.attend(group, scale) for head, group in zip(self._heads, groups, strict=True)]
         return mx.concatenate(outputs, axis=1)
@@ -109,6 +111,10 @@ class RaggedBranch(Branch):
             head.trim(count)
 
 
+def _positions(head: DenseLayer | PackedLayer) -> mx.array:
+    return mx.arange(head.rows, dtype=mx.int32)[None] if head.positions is None else head.positions
+
+
 class _DenseHead(DenseBranch):
     """One dense head, attended on its own."""
 
@@ -127,10 +133,10 @@ def heads_of(layer: Layer) -> tuple[DenseLayer | PackedLayer, ...]:
     """Return a layer's KV heads as layers of their own.
 
     Raises:
-        ModelError: for a packed layer, whose rows are packed together.
+        ModelError: for a layer of a kind that is not known here.
     """
     if isinstance(layer, RaggedLayer):
         return layer.heads
-    if isinstance(layer, DenseLayer):
+    if isinstance(layer, DenseLayer | PackedLayer):
         return tuple(layer.head(number) for number in range(layer.kv_heads))
     raise ModelError(f"layer: {type(layer).__name__} cannot be taken apart into heads")

@@ -157,7 +157,7 @@ class Answerer:
     def _read(self, stored: Stored) -> Generator[int, None, Preparation]:
         start = time.perf_counter()
         message = reconstruct.message(stored.manifest, stored.sections)
-        ids = self._model.prompt.prefix(message.text, message.system)
+        ids = self._model.prompt.prefix(message.text, message.system, message.kind)
         reconstruct_ms = _since(start)
         start = time.perf_counter()
         prefix: PrefixCache | list[Any]

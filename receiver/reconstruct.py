@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvferry.core import container
+from kvferry.core import container, spans
 from kvferry.core.digests import digest
 from kvferry.core.errors import ContainerError
 from kvferry.core.layout import Tensor, layer_sections, tensors
 from kvferry.core.manifest import Dtype, Encoding, LayerLayout, Manifest
 from kvferry.core.payloads import Sections
+from kvferry.core.spans import Span
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.dense import DenseLayer
 from kvferry.engine.layers import Layer
@@ -23,27 +24,42 @@ from kvferry.engine.tensors import from_bytes
 
 @dataclass(frozen=True)
 class Message:
-    """The text of a text artifact: the system prompt and the material, "" when nothing was sent."""
+    """The text of a text artifact.
+
+    Attributes:
+        system: the system prompt.
+        text: the material, "" when nothing was sent.
+        kind: what the material is: the name of its section.
+        spans: which passages of a shortened document are the document's own; empty for the document itself.
+    """
 
     system: str
     text: str
+    kind: str = container.TEXT
+    spans: tuple[Span, ...] = ()
 
 
 def message(manifest: Manifest, sections: Sections) -> Message:
     """Return a text artifact's text.
 
     Raises:
-        ContainerError: when it is not UTF-8 or not the text that the manifest speaks of.
+        ContainerError: when it is not UTF-8, not the text that the manifest speaks of, or its spans do not fit it.
     """
     system = bytes(sections.read(container.SYSTEM))
     if digest(system) != manifest.prompt.system:
         raise ContainerError(
             f"section {container.SYSTEM}: not the system prompt of the manifest", field="prompt.system"
         )
-    return Message(
-        _decode(container.SYSTEM, system),
-        _decode(container.TEXT, bytes(sections.read(container.TEXT)) if container.TEXT in sections else b""),
-    )
+    instructions = _decode(container.SYSTEM, system)
+    kind = next((name for name in (container.TEXT, *container.SHORTENED) if name in sections), None)
+    if kind is None:
+        return Message(instructions, "")
+    text = _decode(kind, bytes(sections.read(kind)))
+    if kind == container.TEXT:
+        return Message(instructions, text)
+    data = sections.read(container.SPANS)
+    found = spans.from_bytes(container.SPANS, data, len(text), manifest.document.characters)
+    return Message(instructions, text, kind, found)
 
 
 def prefix_ids(manifest: Manifest, sections: Sections) -> list[int]:
@@ -61,7 +77,7 @@ def prefix_ids(manifest: Manifest, sections: Sections) -> list[int]:
 
 
 def prefix_cache(manifest: Manifest, sections: Sections) -> PrefixCache:
-    """Rebuild a dense or sparse cache.
+    """Rebuild a cache: dense or packed, of all rows or of some.
 
     Raises:
         ContainerError: when ids or positions contradict the manifest.
@@ -98,7 +114,8 @@ def _layer(source: _Source) -> Layer:
     keys, values = tensors(source.index, layout, source.encoding)
     if layout.head_rows is None:
         if positions is not None:
-            positions = mx.broadcast_to(positions, (layout.kv_heads, layout.rows))
+            # In rows of its own for every head, whether the wire shared them or not.
+            positions = mx.contiguous(mx.broadcast_to(positions, (layout.kv_heads, layout.rows)))
             _check_positions(source, positions)
         return _build(_tensor(keys, arrays), _tensor(values, arrays), positions)
     if positions is None:
@@ -128,11 +145,9 @@ def _as_packed(part: mx.array | PackedTensor) -> PackedTensor:
 
 def _tensor(tensor: Tensor, arrays: dict[str, mx.array]) -> mx.array | PackedTensor:
     """Return rows [1, Hk, R, D] from arrays [Hk, R, ...], dense or packed."""
-    if tensor.bits is None or tensor.group is None:
+    if not tensor.packed or tensor.bits is None or tensor.group is None:
         return arrays[tensor.name][None]
     tail = arrays.get(f"{tensor.name}.tail")
-    if not tensor.packed and tail is not None:
-        return PackedTensor(None, tail[None])
     codes, scales, biases = (arrays[f"{tensor.name}.{part}"][None] for part in ("codes", "scales", "biases"))
     packed = Packed(codes, scales, biases, tensor.bits, tensor.group, tensor.axis)
     none = mx.zeros((1, codes.shape[1], 0, tensor.dim), dtype=scales.dtype)

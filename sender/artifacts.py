@@ -222,12 +222,14 @@ def _consume(material: Material) -> Literal["inject", "prefill", "prefill_once"]
 def _method_group(request: _Request, material: Material) -> MethodGroup:
     info = request.method.info
     replaced = {"fallback_for": request.fallback_for} if request.fallback_for else {}
+    found = material.outcome.items() if isinstance(material, TextMaterial) else ()
+    outcome = {f"outcome.{name}": value for name, value in found}
     return MethodGroup(
         id=info.id,
         label=info.label,  # type: ignore[arg-type]  # the schema refuses any other word
         aware=info.aware,
         consume=_consume(material),
-        params=msgspec.to_builtins(request.parameters) | replaced,
+        params=msgspec.to_builtins(request.parameters) | outcome | replaced,
         seed=getattr(request.parameters, "seed", None),
         calibration=material.calibration if isinstance(material, KvMaterial) else (),
     )

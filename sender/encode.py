@@ -7,7 +7,7 @@ from typing import Literal
 
 import mlx.core as mx
 
-from kvferry.core import container
+from kvferry.core import container, spans
 from kvferry.core.container import Content, raw_section, zstd_section
 from kvferry.core.errors import ModelError
 from kvferry.core.manifest import LayerLayout
@@ -21,10 +21,13 @@ from kvferry.sender.method import TextMaterial
 
 
 def text_contents(material: TextMaterial, system: str) -> Iterator[Content]:
-    """Yield the sections of a text artifact: the system prompt, then the text if there is any."""
+    """Yield the sections of a text artifact: the system prompt, then the text if there is any, and its spans."""
     yield _text_section(container.SYSTEM, system, None)
     if material.text is not None:
-        yield _text_section(container.TEXT, material.text, material.zstd)
+        yield _text_section(material.kind, material.text, material.zstd)
+        if material.kind in container.SHORTENED:
+            shape = (len(material.spans), spans.WIDTH)
+            yield raw_section(container.SPANS, "U32", shape, spans.to_bytes(material.spans))
 
 
 def kv_contents(cache: PrefixCache, layout: tuple[LayerLayout, ...], ids: list[int]) -> Iterator[Content]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from kvferry.core.manifest import Encoding
+from kvferry.core import container
+from kvferry.core.manifest import Encoding, Scalar
 from kvferry.core.progress import Progress
+from kvferry.core.spans import Span
 from kvferry.core.wire import MethodInfo
 from kvferry.engine.cache import PrefixCache
 from kvferry.sender.reading import Reading
@@ -23,14 +25,23 @@ class NoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class TextMaterial:
-    """Text to send. ``text`` None sends no material at all; ``zstd`` is a compression level.
+    """Text to send.
 
-    ``retain`` asks the receiver to read the text once and branch from that cache for every question.
+    Attributes:
+        text: the document, or what is sent in its place; None sends no material at all.
+        zstd: a compression level.
+        retain: ask the receiver to read the text once and branch from that cache for every question.
+        kind: the name of the section that holds the text, which says what it is; see ``kvferry.core.container``.
+        spans: which passages of a text other than the document are the document's; the rest is generated.
+        outcome: what became of the rule on this document; beside the parameters in the manifest as ``outcome.NAME``.
     """
 
     text: str | None
     zstd: int | None = None
     retain: bool = False
+    kind: str = container.TEXT
+    spans: tuple[Span, ...] = ()
+    outcome: Mapping[str, Scalar] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from functools import cached_property
+from typing import Any, TypeVar
 
 from kvferry.core.container import ids_to_bytes
 from kvferry.core.digests import digest
-from kvferry.core.errors import ModelError
+from kvferry.core.errors import InvalidRequestError, ModelError
 from kvferry.core.manifest import Document, Prefix
 from kvferry.core.progress import Progress
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.residency import Residency
+
+Read = TypeVar("Read")
 
 
 class Reading:
@@ -24,7 +27,7 @@ class Reading:
         text: the document.
         system: the system prompt.
         question: the question; only aware methods may look at it.
-        prefill_ms, prefill_tokens: spent by ``prefill``; 0 when the cache was at hand.
+        prefill_ms, prefill_tokens: spent by ``prefill`` and ``read``; 0 when the cache was at hand.
     """
 
     def __init__(self, model: LoadedModel, residency: Residency, text: str, system: str, question: str | None) -> None:
@@ -69,21 +72,39 @@ class Reading:
         if held is not None:
             yield Progress("prefill", total, total)
             return held
-        cache = yield from self._read(total)
+        cache = yield from self._timed(self.model.prefill(self.ids), total)
         self._residency.put(self.prefix.ids, cache)
         return cache
 
-    def _read(self, total: int) -> Generator[Progress, None, PrefixCache]:
-        steps = self.model.prefill(self.ids)
+    def read(self, ids: Sequence[int]) -> Generator[Progress, None, list[Any]]:
+        """Run the model over a prompt of a method's own; see ``LoadedModel.read``. It counts as prefill.
+
+        Raises:
+            ContextOverflowError: when the prompt does not fit the context.
+        """
+        yield Progress("prefill", 0, len(ids))
+        return (yield from self._timed(self.model.read(ids), len(ids)))
+
+    def asked(self, method: str) -> str:
+        """Return the question, for a method that works on it.
+
+        Raises:
+            InvalidRequestError: when there is none.
+        """
+        if not self.question:
+            raise InvalidRequestError(f"question: method {method} needs the question", field="question", method=method)
+        return self.question
+
+    def _timed(self, steps: Generator[int, None, Read], total: int) -> Generator[Progress, None, Read]:
         try:
             while True:
                 start = time.perf_counter()
                 try:
                     done = next(steps)
                 except StopIteration as stop:
-                    cache: PrefixCache = stop.value
-                    self.prefill_tokens = total
-                    return cache
+                    made: Read = stop.value
+                    self.prefill_tokens += total
+                    return made
                 finally:
                     self.prefill_ms += (time.perf_counter() - start) * 1000
                 yield Progress("prefill", done, total)

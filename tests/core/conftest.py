@@ -2,6 +2,7 @@
 
 ==============  ======================================================================================================
 kv_example      factory: two layers, the first contiguous, the second with explicit positions (an evicted cache)
+packed_example  factory: packed rows by token or by channel, ragged heads, shared and renumbered positions
 text_example    factory: system prompt and document as raw sections
 zstd_example    factory: the same with the document compressed
 describe        rebuild an example around other contents, every size and digest recomputed
@@ -175,6 +176,101 @@ def kv_contents(layout: tuple[LayerLayout, ...], tokens: int) -> tuple[Content, 
     return tuple(found)
 
 
+# Layouts and the sections that docs/wire.md §3 asks for, written down. Keys have 64 dimensions, values 32.
+PACKED_LAYOUTS: dict[str, tuple[int, Encoding, tuple[tuple[Any, ...], ...], tuple[tuple[Any, ...], ...]]] = {
+    # Layers: rows, head_rows, offset, positions, packed_keys, packed_values. Sections: name, dtype ("" is the rows'),
+    # shape.
+    "token": (
+        40,
+        Encoding(3, 4, 32, 32, "token", None, None),
+        (
+            (40, None, 40, "contiguous", 40, 40),
+            (24, None, 40, "shared", 16, 0),
+            (24, (24, 9), 40, "explicit", 24, 24),
+        ),
+        (
+            ("layers.0.keys.codes", "U32", (2, 40, 6)),
+            ("layers.0.keys.scales", "", (2, 40, 2)),
+            ("layers.0.keys.biases", "", (2, 40, 2)),
+            ("layers.0.values.codes", "U32", (2, 40, 4)),
+            ("layers.0.values.scales", "", (2, 40, 1)),
+            ("layers.0.values.biases", "", (2, 40, 1)),
+            ("layers.1.positions", "I32", (24,)),
+            ("layers.1.keys.codes", "U32", (2, 16, 6)),
+            ("layers.1.keys.scales", "", (2, 16, 2)),
+            ("layers.1.keys.biases", "", (2, 16, 2)),
+            ("layers.1.keys.tail", "", (2, 8, 64)),
+            ("layers.1.values", "", (2, 24, 32)),
+            ("layers.2.positions", "I32", (33,)),
+            ("layers.2.keys.codes", "U32", (33, 6)),
+            ("layers.2.keys.scales", "", (33, 2)),
+            ("layers.2.keys.biases", "", (33, 2)),
+            ("layers.2.values.codes", "U32", (33, 4)),
+            ("layers.2.values.scales", "", (33, 1)),
+            ("layers.2.values.biases", "", (33, 1)),
+        ),
+    ),
+    "channel": (
+        100,
+        Encoding(2, 2, 32, 32, "channel", None, None),
+        ((100, None, 100, "contiguous", 96, 68), (20, None, 100, "explicit", 0, 0)),
+        (
+            ("layers.0.keys.codes", "U32", (2, 64, 6)),
+            ("layers.0.keys.scales", "", (2, 64, 3)),
+            ("layers.0.keys.biases", "", (2, 64, 3)),
+            ("layers.0.keys.tail", "", (2, 4, 64)),
+            ("layers.0.values.codes", "U32", (2, 68, 2)),
+            ("layers.0.values.scales", "", (2, 68, 1)),
+            ("layers.0.values.biases", "", (2, 68, 1)),
+            ("layers.0.values.tail", "", (2, 32, 32)),
+            ("layers.1.positions", "I32", (2, 20)),
+            ("layers.1.keys", "", (2, 20, 64)),
+            ("layers.1.values", "", (2, 20, 32)),
+        ),
+    ),
+    "renumbered": (
+        40,
+        NO_ENCODING,
+        ((24, None, 24, "renumbered", 0, 0), (24, None, 24, "renumbered", 0, 0)),
+        (
+            ("layers.0.keys", "", (2, 24, 64)),
+            ("layers.0.values", "", (2, 24, 32)),
+            ("layers.1.keys", "", (2, 24, 64)),
+            ("layers.1.values", "", (2, 24, 32)),
+        ),
+    ),
+}
+
+
+def packed_contents(which: str, dtype: str) -> tuple[Content, ...]:
+    tokens, _, layers, sections = PACKED_LAYOUTS[which]
+    rng = np.random.default_rng(9)
+    ids = rng.integers(0, 2**32, tokens, dtype=np.uint32).astype("<u4").tobytes()
+    found = [container.raw_section(container.IDS, "U32", (tokens,), ids)]
+    for name, given, shape in sections:
+        kind = given or dtype
+        if kind == "I32":
+            counts = layers[int(name.split(".")[1])][1] or ((shape[-1],) * (shape[0] if len(shape) > 1 else 1))
+            rows = [np.sort(rng.choice(tokens, count, replace=False)) for count in counts]
+            data = np.concatenate(rows).astype("<i4").tobytes()
+        elif kind == "U32":
+            data = rng.integers(0, 2**32, shape, dtype=np.uint32).astype("<u4").tobytes()
+        else:
+            data = tensor(rng, kind, shape)
+        found.append(container.raw_section(name, kind, shape, data))
+    return tuple(found)
+
+
+def packed_manifest(which: str, dtype: Any, ids: bytes) -> Manifest:
+    tokens, encoding, layers, _ = PACKED_LAYOUTS[which]
+    layout = tuple(LayerLayout("KVCache", 2, 64, 32, dtype, *layer) for layer in layers)
+    plain = kv_manifest(layout, tokens, ids)
+    assert plain.positions is not None
+    rope = (plain.positions.rope * 2)[: len(layout)]
+    positions = msgspec.structs.replace(plain.positions, rope=rope)
+    return msgspec.structs.replace(plain, positions=positions, encoding=encoding)
+
+
 def kv_manifest(layout: tuple[LayerLayout, ...], tokens: int, ids: bytes) -> Manifest:
     return Manifest(
         version=1,
@@ -256,6 +352,21 @@ def kv_example() -> Callable[..., Example]:
     return build
 
 
+@pytest.fixture(scope="session")
+def packed_example() -> Callable[..., Example]:
+    """Return a factory: ``packed_example(which="token", dtype="F32", chunk_size=1024)``.
+
+    "token": a layer packed whole, one of selected rows with dense ones behind the packed keys, and a ragged one;
+    "channel": keys by channel and both with a dense tail, and a layer too short to pack; "renumbered": dense rows.
+    """
+
+    def build(which: str = "token", dtype: Any = "F32", chunk_size: int = CHUNK) -> Example:
+        contents = packed_contents(which, dtype)
+        return described(packed_manifest(which, dtype, bytes(contents[0].data)), contents, chunk_size)
+
+    return build
+
+
 @pytest.fixture
 def example(kv_example: Callable[..., Example]) -> Example:
     """Return ``kv_example()``."""
@@ -315,9 +426,12 @@ def full_manifest(kv_example: Callable[..., Example], zstd_example: Callable[...
     """Return a manifest that sets every field that may be nil; one compressed section stands among the tensors."""
     manifest = kv_example().manifest
     assert manifest.model is not None
+    assert manifest.layout is not None
+    ragged = msgspec.structs.replace(manifest.layout[1], head_rows=(24, 9), packed_keys=24, packed_values=24)
     return msgspec.structs.replace(
         manifest,
         model=msgspec.structs.replace(manifest.model, adapter=named_digest("adapter")),
+        layout=(manifest.layout[0], ragged),
         method=msgspec.structs.replace(
             manifest.method,
             params={"budget": 24, "floor": 0.5, "name": "snap", "on": True, "share": None},

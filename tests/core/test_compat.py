@@ -35,8 +35,14 @@ LAYOUT = {
     "value_dim": ReasonCode.LAYOUT_MISMATCH,
     "dtype": ReasonCode.DTYPE_UNSUPPORTED,
     "rows": ReasonCode.LAYOUT_MISMATCH,
+    "head_rows": None,
     "offset": ReasonCode.LAYOUT_MISMATCH,
+    "positions": None,
+    "packed_keys": None,
+    "packed_values": None,
 }
+# What a stored layer is like; whether it agrees with itself is judged with the sections.
+SHAPES = {"head_rows": (3, 2), "positions": "shared", "packed_keys": 7, "packed_values": 7}
 
 
 @pytest.fixture
@@ -145,10 +151,10 @@ def test_the_last_bit_of_a_rope_base_counts(manifest: Manifest, profile: Profile
 @pytest.mark.parametrize("index", [0, 1])
 def test_each_field_of_each_layer(manifest: Manifest, profile: Profile, index: int) -> None:
     layer = (manifest.layout or ())[index]
-    assert [*LAYOUT, "positions"] == list(layer.__struct_fields__)
+    assert list(LAYOUT) == list(layer.__struct_fields__)
     for name, code in LAYOUT.items():
         was = getattr(layer, name)
-        now = another(was)
+        now = SHAPES[name] if name in SHAPES else another(was)
         verdict = judge(with_layer(manifest, index, **{name: now}), profile)
         # An evicted layer may hold fewer rows than the prefix, but not more.
         expected = "at most 40" if (name, index) == ("rows", 1) else was
@@ -164,6 +170,37 @@ def test_rows_and_positions(manifest: Manifest, profile: Profile) -> None:
     verdict = judge(with_layer(manifest, 1, positions="contiguous"), profile)
     check(verdict, ReasonCode.LAYOUT_MISMATCH, "layout[1].rows", 24, 40)
     check(judge(with_layer(manifest, 0, rows=39), profile), ReasonCode.LAYOUT_MISMATCH, "layout[0].rows", 39, 40)
+
+
+@pytest.fixture
+def renumbered(packed_example: Callable[..., Any]) -> Manifest:
+    found: Manifest = packed_example("renumbered").manifest
+    return found
+
+
+def test_renumbered_rows_end_where_the_question_begins(
+    renumbered: Manifest, profile_of: Callable[[Manifest], Profile]
+) -> None:
+    profile = profile_of(renumbered)
+
+    def reasons(one: Manifest) -> list[tuple[str, str, str]]:
+        found = judge(one, profile).reasons
+        assert {reason.code for reason in found} <= {ReasonCode.LAYOUT_MISMATCH}
+        return [(reason.field.removeprefix("layout[1]."), reason.artifact, reason.receiver) for reason in found]
+
+    assert reasons(renumbered) == []
+    assert reasons(with_layer(renumbered, 1, rows=23)) == [("rows", "23", "24")]
+    # One position for all layers, and it is that of the first row that is not there.
+    shorter = [("offset", "23", "24"), ("rows", "23", "24")]
+    assert reasons(with_layer(renumbered, 1, rows=23, offset=23)) == shorter
+    assert reasons(with_layer(renumbered, 1, positions="contiguous")) == [("offset", "24", "40"), ("rows", "24", "40")]
+    # Rows at their true positions beside renumbered ones, with either logical length.
+    for kind in ("explicit", "shared"):
+        assert reasons(with_layer(renumbered, 1, positions=kind, offset=40)) == [("offset", "40", "24")]
+        assert reasons(with_layer(renumbered, 1, positions=kind)) == [("offset", "24", "40")]
+    # The prefix has 40 tokens; nobody can hold more rows.
+    longer = with_layer(with_layer(renumbered, 0, rows=41, offset=41), 1, rows=41, offset=41)
+    assert reasons(longer) == [("layout[0].rows", "41", "at most 40"), ("rows", "41", "at most 40")]
 
 
 @pytest.mark.parametrize("name", ["bits", "group_size", "mode"])
@@ -275,7 +312,7 @@ def test_every_difference_is_reported_in_the_manifests_order(manifest: Manifest,
         ("DTYPE_UNSUPPORTED", "layout[1].dtype"),
         ("NO_MAPPER", "mapper.digest"),
         ("ENCODING_UNSUPPORTED", "encoding.key_bits"),
-        ("ENCODING_UNSUPPORTED", "encoding.value_bits"),
+        ("ENCODING_UNSUPPORTED", "encoding.value_group"),
         ("ENCODING_UNSUPPORTED", "encoding.entropy"),
         ("TOO_LARGE", "payload.length"),
     ]
@@ -293,12 +330,77 @@ def test_a_mapped_cache_is_refused(manifest: Manifest, profile: Profile) -> None
         check(verdict, ReasonCode.NO_MAPPER, "mapper.digest", OTHER, "no mapper installed")
 
 
-@pytest.mark.parametrize(("name", "value"), [("key_bits", 8), ("value_bits", 2), ("entropy", "range")])
+WIDTHS, GROUPS = "one of 2, 3, 4, 5, 6, 8", "one of 32, 64, 128"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "known"),
+    [
+        ("key_bits", 7, WIDTHS),
+        ("key_bits", 1, WIDTHS),
+        ("value_bits", 16, WIDTHS),
+        ("key_group", 48, GROUPS),
+        ("value_group", 256, GROUPS),
+        ("entropy", "range", None),
+    ],
+)
 def test_encodings_that_nobody_here_decodes_are_refused(
-    manifest: Manifest, profile: Profile, name: str, value: object
+    manifest: Manifest, profile: Profile, name: str, value: object, known: object
 ) -> None:
     verdict = judge(change(manifest, encoding=change(manifest.encoding, **{name: value})), profile)
-    check(verdict, ReasonCode.ENCODING_UNSUPPORTED, f"encoding.{name}", value, None)
+    check(verdict, ReasonCode.ENCODING_UNSUPPORTED, f"encoding.{name}", value, known)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("axis", ["token", "channel"])
+def test_every_known_encoding_is_accepted(
+    manifest: Manifest, profile: Profile, bits: int, group: int, axis: Any
+) -> None:
+    for encoding in (
+        Encoding(bits, bits, group, group, axis, None, None),
+        Encoding(bits, None, group, None, axis, None, None),
+        Encoding(None, bits, None, group, None, None, None),
+    ):
+        assert judge(change(manifest, encoding=encoding), profile).accepted
+
+
+@pytest.mark.parametrize("which", ["token", "channel", "renumbered"])
+def test_every_layout_is_accepted_by_its_own_receiver(
+    packed_example: Callable[..., Any], profile_of: Callable[[Manifest], Profile], which: str
+) -> None:
+    for dtype in ("F32", "F16", "BF16"):
+        one = packed_example(which, dtype).manifest
+        assert judge(one, profile_of(one)) == Verdict()
+
+
+def test_a_receiver_without_attention_of_its_own_refuses_packed_rows_and_ragged_heads(
+    packed_example: Callable[..., Any], kv_example: Callable[..., Any], profile_of: Callable[[Manifest], Profile]
+) -> None:
+    why = "model type gemma2: its attention does not go through mlx-lm's function"
+
+    def reasons(one: Manifest) -> list[tuple[str, str, str, str]]:
+        verdict = judge(one, replace(profile_of(one), attention=why))
+        return [(reason.code.value, reason.field, reason.artifact, reason.receiver) for reason in verdict.reasons]
+
+    keys = ("ENCODING_UNSUPPORTED", "encoding.key_bits", "packed rows of 3 bits", why)
+    values = ("ENCODING_UNSUPPORTED", "encoding.value_bits", "packed rows of 4 bits", why)
+    ragged = ("LAYOUT_UNSUPPORTED", "layout[2].head_rows", "ragged heads", why)
+    whole = packed_example().manifest
+    assert reasons(whole) == [ragged, keys, values]
+    assert reasons(with_layer(whole, 2, head_rows=None)) == [keys, values]
+    dense = {"packed_keys": 0, "packed_values": 0}
+    parted = whole
+    for index in range(3):
+        parted = with_layer(parted, index, packed_keys=0)
+    assert reasons(with_layer(parted, 2, head_rows=None)) == [values]
+    for index in range(3):
+        parted = with_layer(parted, index, **dense)
+    assert reasons(parted) == [ragged]
+    # Whatever is dense and as long in every head is mlx-lm's own business.
+    assert reasons(with_layer(parted, 2, head_rows=None)) == []
+    assert reasons(packed_example("renumbered").manifest) == []
+    assert reasons(kv_example().manifest) == []
 
 
 def test_the_payload_limit_is_inclusive(manifest: Manifest, profile: Profile) -> None:

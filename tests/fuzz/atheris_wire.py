@@ -34,7 +34,10 @@ def samples() -> list[bytes]:
 
     layout = (core.LayerLayout("KVCache", 2, 8, 8, "F32", 4, None, 4, "contiguous", 0, 0),)
     contents = core.kv_contents(layout, 4)
-    manifest = core.described(core.kv_manifest(layout, 4, bytes(contents[0].data)), contents).encoded
+    manifests = [core.described(core.kv_manifest(layout, 4, bytes(contents[0].data)), contents)]
+    for which in core.PACKED_LAYOUTS:
+        contents = core.packed_contents(which, "F16")
+        manifests.append(core.described(core.packed_manifest(which, "F16", bytes(contents[0].data)), contents))
     made = (
         frames.Hello("kvf_secret"),
         frames.Offer(b"manifest"),
@@ -42,7 +45,7 @@ def samples() -> list[bytes]:
         frames.Commit(b"i" * 32, "{}"),
         frames.Failed("BUSY", "try again", {"retry_after_ms": 500, "field": None}),
     )
-    return [b"m" + manifest, *(b"f" + frames.encode(frame)[4:] for frame in made)]
+    return [*(b"m" + one.encoded for one in manifests), *(b"f" + frames.encode(frame)[4:] for frame in made)]
 
 
 def check(data: bytes) -> None:

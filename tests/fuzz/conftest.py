@@ -91,4 +91,5 @@ def load(path: Path, name: str) -> ModuleType:
 
 _core = load(Path(__file__).parents[1] / "core" / "conftest.py", "kvferry_core_samples")
 kv_example, text_example, zstd_example = _core.kv_example, _core.text_example, _core.zstd_example
-describe, profile_of = _core.describe, _core.profile_of
+packed_example, describe, profile_of = _core.packed_example, _core.describe, _core.profile_of
+in_memory = _core.in_memory

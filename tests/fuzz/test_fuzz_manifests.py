@@ -42,8 +42,9 @@ edits = st.lists(
 
 
 @pytest.fixture(scope="module")
-def true_ones(kv_example: Any, text_example: Any, zstd_example: Any) -> list[bytes]:
-    return [kv_example().encoded, kv_example("BF16", rows=3).encoded, text_example().encoded, zstd_example().encoded]
+def true_ones(kv_example: Any, packed_example: Any, text_example: Any, zstd_example: Any) -> list[bytes]:
+    dense = [kv_example(), kv_example("BF16", rows=3), text_example(), zstd_example()]
+    return [one.encoded for one in (*dense, *map(packed_example, ("token", "channel", "renumbered")))]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ workshop     factory: an ArtifactMaker with a store, a residency and a residency
 calibrated   function: calibrates a model in that way, for tests that do without a workshop
 drain        run a generator to its end and return its result
 asked        function: what every layer of a model asks while it reads, as its rotary modules make it
-*_oracles    modules of tests/oracles: qfilter, selector and attention
+*_oracles    modules of tests/oracles: qfilter, selector, attention and budget
+text_documents  the module of tests/text_documents: documents of every kind, written and made
 stored       an artifact of a few dozen chunks
 road         a transfer of that artifact to a receiver that does what a test tells it to
 ===========  =========================================================================================================
@@ -87,7 +88,8 @@ class Workshop:
         self, method: str, text: str, system: str = DEFAULT_SYSTEM, **parameters: Scalar
     ) -> Generator[Progress, None, Artifact]:
         found = registry.find(method)
-        return self.maker.make(found, self.reading(text, system), registry.check_parameters(found, parameters))
+        reading = self.reading(text, system, "What is the access code?" if found.info.aware else None)
+        return self.maker.make(found, reading, registry.check_parameters(found, parameters))
 
     def make(self, method: str, text: str, system: str = DEFAULT_SYSTEM, **parameters: Scalar) -> Artifact:
         artifact = run_to_end(self.steps(method, text, system, **parameters))
@@ -108,11 +110,11 @@ def calibrate(model: LoadedModel) -> None:
         folder.save(name, QFilters(record, filters))
 
 
-def _oracles(name: str) -> ModuleType:
-    """Return a module of tests/oracles, which lies on no path."""
+def _oracles(name: str, folder: str = "oracles") -> ModuleType:
+    """Return a module of tests/oracles or another folder, which lies on no path."""
     known = f"kvferry_{name}"
     if known not in sys.modules:
-        spec = importlib.util.spec_from_file_location(known, Path(__file__).parents[1] / "oracles" / f"{name}.py")
+        spec = importlib.util.spec_from_file_location(known, Path(__file__).parents[1] / folder / f"{name}.py")
         assert spec is not None
         assert spec.loader is not None
         sys.modules[known] = importlib.util.module_from_spec(spec)
@@ -133,6 +135,16 @@ def selector_oracles() -> ModuleType:
 @pytest.fixture(scope="session")
 def attention_oracles() -> ModuleType:
     return _oracles("attention_oracles")
+
+
+@pytest.fixture(scope="session")
+def budget_oracles() -> ModuleType:
+    return _oracles("budget_oracles")
+
+
+@pytest.fixture(scope="session")
+def text_documents() -> ModuleType:
+    return _oracles("documents", "text_documents")
 
 
 class RotaryRecorder(nn.Module):

@@ -120,13 +120,6 @@ def test_the_cut_of_the_reading_does_not_matter(case: Case) -> None:
     assert other.keep(48) == case.keep(48)
 
 
-def test_kivi_is_refused_by_name(case: Case, drain: Callable[..., Any]) -> None:
-    reading = Reading(case.model, Residency(2**30), TEXT, "", None)
-    given = registry.check_parameters(AdaKV(), {"quantiser": "kivi", "bits": 4})
-    with pytest.raises(InvalidRequestError, match="^(quantiser|value_group|key_group): "):
-        drain(AdaKV().make(reading, given))
-
-
 @pytest.mark.parametrize(("options", "field"), [({"alpha": 1.1}, "alpha"), ({"window": "prompt"}, "window")])
 def test_wrong_parameters_are_refused_by_name(options: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"^{field}: "):

@@ -30,7 +30,7 @@ TEXT = "The access code of the north warehouse is 4417. The ferry carries eleven
 QUESTION = "Who keeps the keys of the south warehouse?"
 TOLERANCE = 1e-5
 # What a small test needs to be a test: warm-ups and chunks shorter than the document.
-PARAMETERS: dict[str, dict[str, Any]] = {"qfilters-svd": {"warmup": 32}, "B9": {"bits": 8}}
+PARAMETERS: dict[str, dict[str, Any]] = {"qfilters-svd": {"warmup": 32}, "chunkkv": {"chunk": 8}, "B9": {"bits": 8}}
 
 each = pytest.mark.parametrize("method", SELECTORS, ids=[method.info.id for method in SELECTORS])
 

@@ -21,7 +21,7 @@ from kvferry.core.digests import digest
 from kvferry.core.errors import ContextOverflowError, InvalidRequestError, ModelError, UnknownMethodError
 from kvferry.core.manifest import Manifest
 from kvferry.engine.model import LoadedModel
-from kvferry.engine.prompt import DEFAULT_SYSTEM
+from kvferry.engine.prompt import DEFAULT_SYSTEM, SUMMARY_SYSTEM
 from kvferry.sender import registry
 
 DOCUMENT = "The access code of the north warehouse is 4417. Tür und Tor, 門, 🚢, e\u0301. <|im_end|> <think>\n\n" * 4
@@ -29,11 +29,26 @@ KV_GROUPS = ("model", "tokenizer", "prefix", "positions", "layout", "parity")
 METHODS = {
     "A0": "text",
     "A1": "text",
+    "A2": "text",
+    "A3": "text",
+    "A3-aware": "text",
+    "A4": "text",
+    "A4-aware": "text",
     "A7": "text",
     "B0": "text",
     "B1": "kv",
+    "B2": "kv",
+    "kivi": "kv",
+    "B9": "kv",
     "B3": "kv",
     "B4": "kv",
+    "B5": "kv",
+    "B5-aware": "kv",
+    "B6": "kv",
+    "B6-aware": "kv",
+    "tova": "kv",
+    "chunkkv": "kv",
+    "adakv": "kv",
     "streamingllm": "kv",
     "h2o": "kv",
     "l2norm": "kv",
@@ -43,12 +58,13 @@ METHODS = {
     "qfilters": "kv",
     "qfilters-svd": "kv",
 }
-CONSUME = {"A0": "prefill", "A1": "prefill", "A7": "prefill", "B0": "prefill_once"}
+CONSUME = {method: "prefill" for method, form in METHODS.items() if form == "text"} | {"B0": "prefill_once"}
+WRITTEN = ("A4", "A4-aware")
 
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Callable[..., LoadedModel]) -> LoadedModel:
-    return tiny_model("llama", heads=6, kv_heads=3, head_dim=8, layers=3)
+    return tiny_model("llama", heads=6, kv_heads=3, head_dim=32, layers=3)
 
 
 @pytest.fixture
@@ -70,7 +86,7 @@ def test_form_and_groups(shop: Any, method: str) -> None:
     present = {group for group in KV_GROUPS if getattr(manifest, group) is not None}
     assert present == (set(KV_GROUPS) if METHODS[method] == "kv" else set())
     assert (manifest.method.id, manifest.method.consume) == (method, CONSUME.get(method, "inject"))
-    assert manifest.method.aware is False
+    assert manifest.method.aware is method.endswith("-aware")
     assert manifest.mapper is None
     text = DOCUMENT.encode()
     assert (manifest.document.digest, manifest.document.bytes) == (digest(text), len(text))
@@ -219,7 +235,7 @@ def test_b1_carries_the_logical_rows_and_no_byte_more(shop: Any, model: LoadedMo
     assert stored.manifest.prefix.tokens == tokens
     assert {(layer.rows, layer.offset, layer.positions) for layer in layout} == {(tokens, tokens, "contiguous")}
     assert {(layer.cache_class, layer.kv_heads, layer.key_dim, layer.value_dim) for layer in layout} == {
-        ("KVCache", 3, 8, 8)
+        ("KVCache", 3, 32, 32)
     }
     assert stored.manifest.payload.length == payload_formula(stored.manifest)
     assert stored.payload_path.stat().st_size == stored.manifest.payload.length
@@ -314,7 +330,7 @@ def test_what_shapes_an_artifact_shapes_its_id(
         workshop(model, chunk_bytes=2048).make(method, DOCUMENT),
     ]
     if METHODS[method] == "kv":
-        other = tiny_model("llama", heads=6, kv_heads=3, head_dim=8, layers=3, seed=1)
+        other = tiny_model("llama", heads=6, kv_heads=3, head_dim=32, layers=3, seed=1)
         artifacts.append(workshop(other).make(method, DOCUMENT))
     assert not any(artifact.reused for artifact in artifacts)
     assert len({artifact.stored.artifact_id for artifact in artifacts}) == len(artifacts)
@@ -331,7 +347,7 @@ def test_another_model_is_another_request(
     before = workshop(model, store="same")
     first = before.make("B1", DOCUMENT)
     before.store.close()
-    other = tiny_model("llama", heads=6, kv_heads=3, head_dim=8, layers=3, seed=1)
+    other = tiny_model("llama", heads=6, kv_heads=3, head_dim=32, layers=3, seed=1)
     second = workshop(other, store="same").make("B1", DOCUMENT)
     assert not second.reused
     assert second.stored.manifest.model.weights != first.stored.manifest.model.weights
@@ -368,10 +384,11 @@ def test_a_dropped_artifact_is_made_again(shop: Any) -> None:
 def test_the_account_speaks_of_this_document(shop: Any, model: LoadedModel, method: str) -> None:
     account = shop.make(method, DOCUMENT).account
     tokens = len(model.prompt.prefix(DOCUMENT))
-    assert account.prefill_tokens == (tokens if METHODS[method] == "kv" else 0)
-    # bf16: 2 bytes; K and V of 3 layers with 3 heads of 8.
-    assert account.dense_bf16_bytes == tokens * 2 * 2 * 3 * 3 * 8
-    assert (account.prefill_ms > 0) is (METHODS[method] == "kv")
+    written = len(model.prompt.prefix(DOCUMENT, SUMMARY_SYSTEM)) if method in WRITTEN else 0
+    assert account.prefill_tokens == (tokens if METHODS[method] == "kv" else written)
+    # bf16: 2 bytes; K and V of 3 layers with 3 heads of 32.
+    assert account.dense_bf16_bytes == tokens * 2 * 2 * 3 * 3 * 32
+    assert (account.prefill_ms > 0) is (METHODS[method] == "kv" or method in WRITTEN)
     assert account.method_ms >= 0
     assert account.encode_ms > 0
 
@@ -421,4 +438,5 @@ def test_a_sliding_window_model_sends_text_and_refuses_its_cache_by_name(
 def test_params_in_the_manifest_are_those_of_the_method(shop: Any) -> None:
     for method in registry.METHODS:
         params = shop.make(method.info.id, DOCUMENT).stored.manifest.method.params
-        assert set(params) == {field.name for field in msgspec.structs.fields(method.parameters)}
+        given = {name for name in params if not name.startswith("outcome.")}
+        assert given == {field.name for field in msgspec.structs.fields(method.parameters)}

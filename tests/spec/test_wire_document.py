@@ -63,7 +63,7 @@ def made(
     store.close()
 
 
-@pytest.mark.parametrize("method", ["A0", "A1", "A7", "B0", "B1"])
+@pytest.mark.parametrize("method", ["A0", "A1", "A2", "A3", "A4", "A7", "B0", "B1"])
 def test_the_reader_decodes_every_method(reader: Any, made: Callable[[str], Stored], method: str) -> None:
     stored = made(method)
     artifact_id, manifest = reader.read_manifest(stored.encoded)
@@ -74,6 +74,12 @@ def test_the_reader_decodes_every_method(reader: Any, made: Callable[[str], Stor
         assert arrays["document.text"].tobytes().decode() == TEXT
     if method == "A0":
         assert list(arrays) == ["prompt.system"]
+    if method in ("A2", "A3", "A4"):
+        _, text, spans = arrays.values()
+        written = text.tobytes().decode()
+        for at, start, end in spans.tolist():
+            assert written[at : at + end - start] == TEXT[start:end] != ""
+        assert (len(spans) > 0) is (method != "A4")
 
 
 def test_the_reader_decodes_the_cache_that_the_model_computed(

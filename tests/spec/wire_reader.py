@@ -31,22 +31,18 @@ def digest(data):
     return blake3(data).digest()
 
 
-def canonical(value):
-    """Encode as section 2 wants it: what msgpack writes for ordered maps, shortest integers, float64, bin."""
-    return msgpack.packb(value, use_bin_type=True)
-
-
 def read_manifest(data):
     """Section 2. Returns (artifact id, manifest as plain values)."""
     require(len(data) <= 2 * 1024 * 1024, "manifest over 2 MiB")
     try:
         manifest = msgpack.unpackb(data, raw=False, strict_map_key=True)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise RefusedError(f"not MessagePack: {error}") from error
+        json.dumps(manifest, allow_nan=False, default=bytes.hex)
+    except (TypeError, ValueError, msgpack.UnpackException) as error:
+        raise RefusedError(f"not MessagePack, or a number that is not finite: {error}") from error
     require(isinstance(manifest, dict) and list(manifest) == TOP, "keys or their order")
     require(manifest["version"] == 1 and manifest["version"] is not True, "version")
-    require(canonical(manifest) == data, "not canonical")
-    check_numbers(manifest)
+    # What msgpack writes for ordered maps: shortest integers, float64, bin.
+    require(msgpack.packb(manifest, use_bin_type=True) == data, "not canonical")
     kv = manifest["form"] == "kv"
     require(manifest["form"] in ("text", "evidence", "references", "kv"), "form")
     for group in KV_ONLY:
@@ -55,16 +51,6 @@ def read_manifest(data):
     require((manifest["method"]["consume"] == "inject") == kv, "method.consume does not fit the form")
     require(list(manifest["method"]["params"]) == sorted(manifest["method"]["params"]), "params out of order")
     return digest(data), manifest
-
-
-def check_numbers(value):
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            check_numbers(item)
-    elif isinstance(value, float):
-        require(math.isfinite(value), "a number is not finite")
 
 
 def expected_header(sections):
@@ -124,3 +110,37 @@ def decode(section, stored):
         return np.frombuffer(content, dtype="u1")
     require(section["encoding"] == "raw" and section["decoded"] is None, f"{section['name']}: encoding")
     return np.frombuffer(stored, dtype=DTYPES[section["dtype"]]).reshape(section["shape"])
+
+
+def read_cache(manifest, arrays):
+    """Section 3: for every layer and KV head (positions [R], keys [R, Dk], values [R, Dv]); the numbers are float32."""
+    encoding, cache = manifest["encoding"], []
+    for index, layer in enumerate(manifest["layout"]):
+        counts = layer["head_rows"] or [layer["rows"]] * layer["kv_heads"]
+        held = arrays.get(f"layers.{index}.positions", np.arange(layer["rows"]))
+        held = held.reshape(-1) if layer["positions"] == "explicit" else np.tile(held, len(counts))
+        parts = [np.split(held, np.cumsum(counts)[:-1])]
+        for rows in parts[0]:
+            require(rows[0] >= 0 and rows[-1] < layer["offset"] and (np.diff(rows) > 0).all(), f"positions of {index}")
+        for part, axis in (("key", encoding["key_axis"]), ("value", "token")):
+            packed = (layer[f"packed_{part}s"], encoding[f"{part}_bits"], encoding[f"{part}_group"], axis)
+            rows = read_rows(f"layers.{index}.{part}s", arrays, *packed)
+            parts.append(np.split(rows.reshape(-1, layer[f"{part}_dim"]), np.cumsum(counts)[:-1]))
+        cache.append(list(zip(*parts, strict=True)))
+    return cache
+
+
+def read_rows(name, arrays, packed, bits, group, axis):
+    if not packed:
+        return real(arrays[name])
+    words = arrays[f"{name}.codes"]
+    stream = np.unpackbits(words.view("u1"), axis=-1, bitorder="little")
+    codes = stream.reshape(*words.shape[:-1], -1, bits) @ (1 << np.arange(bits))
+    scales, biases = (np.repeat(real(arrays[f"{name}.{part}"]), group, axis=-1) for part in ("scales", "biases"))
+    rows = (scales * codes + biases).astype("f4")
+    rows = rows.swapaxes(1, 2) if axis == "channel" else rows
+    return np.concatenate([rows, real(arrays[f"{name}.tail"])], axis=1) if f"{name}.tail" in arrays else rows
+
+
+def real(array):
+    return (array.astype("u4") << 16).view("f4") if array.dtype == "u2" else array.astype("f4")

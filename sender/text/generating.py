@@ -1,0 +1,75 @@
+"""Letting the sender's own model write about the document, within a budget."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from kvferry.core.manifest import Scalar
+from kvferry.core.progress import Progress
+from kvferry.engine.generate import Answer, Sampling
+from kvferry.sender.reading import Reading
+from kvferry.sender.text.counted import within
+
+_HALF_A_CHARACTER = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What the model wrote.
+
+    Attributes:
+        text: at most as many of the receiver's tokens as the budget.
+        generated: tokens that the model took.
+        cap_hit: whether it had more to say.
+    """
+
+    text: str
+    generated: int
+    cap_hit: bool
+
+
+def generate(reading: Reading, system: str, instruction: str, budget: int) -> Generator[Progress, None, Generated]:
+    """Read the document under a prompt of one's own and carry an instruction out, greedily.
+
+    The budget caps the tokens that are generated; what is returned is also counted anew, because a model may spell in
+    more tokens, or in fewer, than its tokenizer.
+
+    Raises:
+        ContextOverflowError: when document, instruction and budget do not fit the context. Nothing is cut silently.
+    """
+    model = reading.model
+    prefix, fresh = model.prompt.prefix(reading.text, system), model.prompt.task(instruction)
+    model.check_context(len(prefix), len(fresh), budget)
+    caches = yield from reading.read(prefix)
+    steps = model.answer(fresh, caches, len(prefix), Sampling(max_tokens=budget))
+    with contextlib.closing(steps):
+        done = 0
+        while True:
+            yield Progress("method", done, budget)
+            try:
+                next(steps)
+            except StopIteration as stop:
+                answer: Answer = stop.value
+                break
+            done = min(done + 1, budget)
+    yield Progress("method", budget, budget)
+    return _finish(reading, answer, budget)
+
+
+def _finish(reading: Reading, answer: Answer, budget: int) -> Generated:
+    cut = answer.finish_reason == "length"
+    whole = answer.text.rstrip(_HALF_A_CHARACTER) if cut else answer.text
+    text = within(reading.model.prompt, whole.strip(), budget)
+    return Generated(text, len(answer.token_ids), cut or text != whole.strip())
+
+
+def outcome(reading: Reading, made: Generated) -> dict[str, Scalar]:
+    """Return what a manifest says of generated material, the checkpoint that wrote it among it."""
+    return {
+        "tokens": reading.model.prompt.count(made.text),
+        "generated": made.generated,
+        "cap_hit": made.cap_hit,
+        "checkpoint": reading.model.profile.model.weights.hex(),
+    }

@@ -1,0 +1,67 @@
+"""Which pieces a budget takes: the best first, in exact tokens of the text that they make together."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.progress import Progress
+from kvferry.engine.prompt import PromptBuilder
+from kvferry.sender.text.assembly import Assembled, Piece, assemble, line_break
+from kvferry.sender.text.counted import CountedText
+
+_STEP = 1024
+_DECIMALS = 12
+
+
+def ranked(scores: npt.NDArray[np.float64]) -> list[int]:
+    """Return piece numbers, best first; equal scores, to twelve decimals, in the document's order."""
+    order: list[int] = np.argsort(-np.round(scores, _DECIMALS), kind="stable").tolist()
+    return order
+
+
+def select(
+    prompt: PromptBuilder, document: CountedText, pieces: Sequence[Piece], order: Sequence[int], budget: int
+) -> Generator[Progress, None, tuple[Assembled, int]]:
+    """Take pieces in order while they fit; one that does not is skipped.
+
+    A piece is first weighed by its own tokens. Pieces take fewer together than one by one, so once one does not fit,
+    what is taken is counted exactly before it is given up.
+
+    Args:
+        prompt: encodes as the receiver's prompt does.
+        document: which the pieces make up.
+        pieces: in the order of the document.
+        order: their numbers, best first.
+        budget: tokens.
+
+    Yields:
+        How many pieces were looked at.
+
+    Returns:
+        The text, of at most ``budget`` tokens, and how many pieces it holds.
+    """
+    costs = document.costs(pieces)
+    taken: list[int] = []
+    used, exact = 0, True
+    for seen, number in enumerate(order):
+        if seen % _STEP == 0:
+            yield Progress("method", seen, len(order))
+        if used + costs[number] > budget and not exact:
+            used, exact = prompt.count(_join(document.text, pieces, taken).text), True
+        if used + costs[number] <= budget:
+            taken.append(number)
+            used, exact = used + costs[number], False
+    made = _join(document.text, pieces, taken)
+    # The other way round is rare: cut out of its surroundings, a piece may take more tokens than it did there.
+    while prompt.count(made.text) > budget:
+        taken.pop()
+        made = _join(document.text, pieces, taken)
+    yield Progress("method", len(order), len(order))
+    return made, len(taken)
+
+
+def _join(document: str, pieces: Sequence[Piece], taken: Sequence[int]) -> Assembled:
+    return assemble(document, (pieces[number] for number in taken), line_break)

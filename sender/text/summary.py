@@ -1,0 +1,68 @@
+"""A4, abstractive summary: what the sender's own model writes about the document, never longer than the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from kvferry.core import container
+from kvferry.core.progress import Progress
+from kvferry.core.wire import MethodInfo
+from kvferry.engine.prompt import SUMMARY_AWARE, SUMMARY_BLIND, SUMMARY_SYSTEM
+from kvferry.sender.method import TextMaterial
+from kvferry.sender.reading import Reading
+from kvferry.sender.text.counted import BudgetParameters, budget_tokens
+from kvferry.sender.text.generating import Generated, generate, outcome
+
+
+class Summary:
+    """A4 without the question: everything concrete."""
+
+    info = MethodInfo(
+        id="A4",
+        name="summary",
+        form="text",
+        label="custom",
+        aware=False,
+        source="kvferry",
+        summary="a summary by the sender's model",
+    )
+    parameters = BudgetParameters
+
+    def make(self, reading: Reading, parameters: BudgetParameters) -> Generator[Progress, None, TextMaterial]:
+        """Summarise without looking at the question."""
+        return (yield from _summarise(reading, parameters, SUMMARY_BLIND))
+
+
+class SummaryAware:
+    """A4 for one question."""
+
+    info = MethodInfo(
+        id="A4-aware",
+        name="summary-aware",
+        form="text",
+        label="custom",
+        aware=True,
+        source="kvferry",
+        summary="a summary by the sender's model, written for the question",
+    )
+    parameters = BudgetParameters
+
+    def make(self, reading: Reading, parameters: BudgetParameters) -> Generator[Progress, None, TextMaterial]:
+        """Summarise for the question.
+
+        Raises:
+            InvalidRequestError: when there is none.
+        """
+        return (yield from _summarise(reading, parameters, SUMMARY_AWARE + reading.asked(self.info.id)))
+
+
+def _summarise(
+    reading: Reading, parameters: BudgetParameters, instruction: str
+) -> Generator[Progress, None, TextMaterial]:
+    made = Generated("", 0, cap_hit=False)
+    yield Progress("tokenise", 0, len(reading.text))
+    # Asked to summarise nothing, a model makes something up.
+    if reading.text.strip():
+        budget = budget_tokens(parameters.budget, reading.model.prompt.count(reading.text))
+        made = yield from generate(reading, SUMMARY_SYSTEM, instruction, budget)
+    return TextMaterial(made.text, kind=container.SUMMARY, outcome=outcome(reading, made))

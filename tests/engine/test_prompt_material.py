@@ -1,0 +1,97 @@
+"""What stands in the document's place: its label, its tokens, and tasks for the sender's own model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm import tokenizer_utils
+
+from kvferry.core import container
+from kvferry.engine import prompt as prompts
+from kvferry.engine.prompt import DEFAULT_SYSTEM, LABELS, PromptBuilder
+
+TEXTS = ("", "The code is 4417.", "門 🚢 e\u0301 <|im_end|>\r\n <think>", "  \n")
+QUESTION = "Which code?"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_tokenizer_dir: Path) -> Any:
+    return tokenizer_utils.load(tiny_tokenizer_dir)
+
+
+@pytest.fixture(scope="module")
+def prompt(tokenizer: Any) -> PromptBuilder:
+    return PromptBuilder(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def decoded(tokenizer: Any) -> Callable[[list[int]], str]:
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def test_every_kind_of_material_has_a_label_of_its_own() -> None:
+    assert set(LABELS) == {container.TEXT, *container.SHORTENED}
+    assert len(set(LABELS.values())) == len(LABELS)
+    assert LABELS[container.TEXT] == "Document"
+
+
+@pytest.mark.parametrize("kind", LABELS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_prompts_differ_in_the_label_only(
+    prompt: PromptBuilder, decoded: Callable[[list[int]], str], kind: str, text: str
+) -> None:
+    whole = decoded(prompt.prefix(text, kind=kind) + prompt.fresh(QUESTION))
+    assert whole == (
+        f"<|im_start|>system\n{DEFAULT_SYSTEM}<|im_end|>\n"
+        f"<|im_start|>user\n{LABELS[kind]}:\n{text}\n\nQuestion: {QUESTION}<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_document_is_the_default(prompt: PromptBuilder) -> None:
+    assert prompt.prefix("x") == prompt.prefix("x", DEFAULT_SYSTEM, container.TEXT)
+
+
+@pytest.mark.parametrize("kind", LABELS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_material_counts_what_it_adds_to_the_prompt(prompt: PromptBuilder, kind: str, text: str) -> None:
+    assert prompt.count(text) == len(prompt.prefix(text, kind=kind)) - len(prompt.prefix("", kind=kind))
+
+
+def test_a_task_has_the_turn_to_itself(prompt: PromptBuilder, decoded: Callable[[list[int]], str]) -> None:
+    task = "Summarise. <|im_end|>"
+    assert decoded(prompt.task(task)) == f"\n\n{task}<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.task(task).count(prompt.task("")[-1]) == prompt.task("").count(prompt.task("")[-1])
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_offsets_say_what_every_token_stands_for(
+    prompt: PromptBuilder, decoded: Callable[[list[int]], str], text: str
+) -> None:
+    ids = prompt.prefix(text)[len(prompt.prefix("")) :]
+    offsets = prompt.offsets(text)
+    assert len(offsets) == len(ids) == prompt.count(text)
+    for token, (start, end) in zip(ids, offsets, strict=True):
+        piece = decoded([token])
+        # Bytes of a longer character decode to nothing on their own.
+        assert piece == text[start:end] or ("\ufffd" in piece and end - start >= 1)
+    assert {at for start, end in offsets for at in range(start, end)} == set(range(len(text)))
+
+
+def test_control_strings_shift_no_offset(prompt: PromptBuilder) -> None:
+    before = "<|im_end|><think>" * 3
+    shifted = prompt.offsets(before + "\n門 4417")
+    assert [(start - len(before), end - len(before)) for start, end in shifted if start >= len(before)] == (
+        prompt.offsets("\n門 4417")
+    )
+
+
+def test_the_blind_prompt_has_no_place_for_a_question_and_the_aware_one_ends_with_it() -> None:
+    assert prompts.SUMMARY_AWARE.endswith("\n\nQuestion: ")
+    assert "{" not in prompts.SUMMARY_BLIND + prompts.SUMMARY_AWARE + prompts.SUMMARY_SYSTEM
+    for words in ("exactly", "numbers", "dates", "negation"):
+        assert words in prompts.SUMMARY_BLIND
+        assert words in prompts.SUMMARY_AWARE

@@ -1,0 +1,151 @@
+"""A2: a beginning and an end of the document, never more than the budget, never half a character."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import regex
+
+from kvferry.core import container
+from kvferry.core.progress import Progress
+from kvferry.engine.model import LoadedModel
+from kvferry.sender import registry
+from kvferry.sender.text.counted import CountedText, within
+from kvferry.sender.text.head_tail import MARK, head_and_tail
+
+TEXTS = {
+    "emoji": "Ana 👩🏽\u200d🚀 und Bo 👨\u200d👩\u200d👧\u200d👦: 🇩🇰🇸🇪 7\ufe0f\u20e3 ❤\ufe0f\u200d🔥!",
+    "chinese": "冷藏库的温度应保持在零下十八度，误差不得超过两度；电话是6203-4471。",
+    "combining": "Ca\u0308fe\u0301 Z\u0337\u0347\u0308a\u0338\u0324\u035d l\u0334 हिन्दी में क्षि 한각",
+    "arabic": "تبقى حرارة غرفة التبريد عند ١٨ درجة تحت الصفر.",
+    "crlf": "one\r\n\r\ntwo\r\nthree\r\n",
+    "ascii": "The access code of the north warehouse is 4417. The south warehouse opens at 7:30.",
+    "control strings": "a <|im_end|> b <think> c <|im_start|>system",
+    "replacement": "it was \ufffd already \ufffd there",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., LoadedModel]) -> LoadedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def length(model: LoadedModel) -> Callable[[str], int]:
+    """Return a function: how many tokens a text adds to the receiver's prompt."""
+    empty = len(model.prompt.prefix("", kind=container.ENDS))
+    return lambda text: len(model.prompt.prefix(text, kind=container.ENDS)) - empty
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_budget(model: LoadedModel, length: Callable[[str], int], name: str) -> None:
+    text = TEXTS[name]
+    document = CountedText(model.prompt, text)
+    edges = {0, *(match.end() for match in regex.finditer(r"\X", text))}
+    whole = length(text)
+    for budget in range(whole + 2):
+        made = head_and_tail(model.prompt, document, budget)
+        assert length(made.text) <= budget
+        assert (made.text == text) is (budget >= whole)
+        assert made.text.count("\ufffd") <= text.count("\ufffd")
+        if made.text == text:
+            continue
+        head, mark, tail = made.text.partition(MARK)
+        if not mark and not text.startswith(head):
+            # The first character alone is more than its half of the budget.
+            head, tail = "", head
+        assert text.startswith(head)
+        assert text.endswith(tail)
+        assert {len(head), len(text) - len(tail)} <= edges
+        expected = [(0, 0, len(head))] * bool(head)
+        if tail:
+            expected.append((len(head) + len(mark), len(text) - len(tail), len(text)))
+        assert [tuple(span) for span in made.spans] == expected
+
+
+@pytest.mark.parametrize("name", ["ascii", "control strings"])
+def test_the_budget_is_used(model: LoadedModel, length: Callable[[str], int], name: str) -> None:
+    # Every character here is a token at most, so nothing is lost at the cuts but what encoding anew may cost.
+    document = CountedText(model.prompt, TEXTS[name])
+    for budget in range(document.tokens):
+        assert budget - length(head_and_tail(model.prompt, document, budget).text) <= 2
+
+
+def test_halves_are_equal_and_an_odd_token_goes_to_the_head(model: LoadedModel, length: Callable[[str], int]) -> None:
+    # One token a character, whatever stands beside it.
+    text = "".join(chr(code) for code in range(0x21, 0x7F) if not chr(code).isalpha()) * 3
+    document = CountedText(model.prompt, text)
+    assert document.tokens == len(text)
+    mark = length(MARK)
+    for budget in (mark + 2, mark + 3, mark + 10, mark + 11):
+        head, found, tail = head_and_tail(model.prompt, document, budget).text.partition(MARK)
+        assert found
+        assert (len(head), len(tail)) == (-(-(budget - mark) // 2), (budget - mark) // 2)
+    for budget in range(mark + 2):
+        made = head_and_tail(model.prompt, document, budget)
+        assert made.text == text[:budget]
+
+
+def test_the_middle_is_marked_so_that_halves_never_make_a_new_word(model: LoadedModel) -> None:
+    text = "44" + " and so on" * 40 + " 17"
+    document = CountedText(model.prompt, text)
+    for budget in range(document.tokens):
+        made = head_and_tail(model.prompt, document, budget).text
+        assert "4417" not in made
+        assert made in text or MARK in made
+
+
+def test_a_fraction_is_of_the_documents_tokens(workshop: Callable[..., Any], model: LoadedModel) -> None:
+    text = TEXTS["ascii"] * 5
+    tokens = model.prompt.count(text)
+    for fraction in (0.1, 0.5, 1.0):
+        params = workshop(model).make("A2", text, budget=fraction).stored.manifest.method.params
+        assert params["budget"] == fraction
+        assert fraction * tokens - 3 <= params["outcome.tokens"] <= fraction * tokens
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1.5, 0.0, "200KB", None, True])
+def test_a_budget_that_is_none(workshop: Callable[..., Any], model: LoadedModel, budget: Any) -> None:
+    from kvferry.core.errors import InvalidRequestError
+
+    with pytest.raises(InvalidRequestError, match="^budget: "):
+        workshop(model).make("A2", "text", budget=budget)
+
+
+def test_the_artifact_holds_text_and_spans(workshop: Callable[..., Any], model: LoadedModel) -> None:
+    text = TEXTS["emoji"] * 3
+    stored = workshop(model).make("A2", text, budget=40).stored
+    assert [section.name for section in stored.manifest.sections] == [
+        "prompt.system",
+        "document.ends",
+        "document.spans",
+    ]
+    sent = bytes(stored.sections.read("document.ends")).decode()
+    numbers = memoryview(bytes(stored.sections.read("document.spans"))).cast("I").tolist()
+    (at, start, end), (later, resumes, stops) = numbers[:3], numbers[3:]
+    assert (at, start, stops) == (0, 0, len(text))
+    assert sent == text[:end] + MARK + text[resumes:]
+    assert later == end + len(MARK)
+
+
+def test_progress(workshop: Callable[..., Any], model: LoadedModel) -> None:
+    method = registry.find("head-tail")
+    steps = method.make(workshop(model).reading("text"), registry.check_parameters(method, {}))
+    assert list(steps) == [Progress("method", 0, 1), Progress("method", 1, 1)]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_beginning_within_a_budget(model: LoadedModel, length: Callable[[str], int], name: str) -> None:
+    text = TEXTS[name]
+    edges = {0, *(match.end() for match in regex.finditer(r"\X", text))}
+    lengths = []
+    for budget in range(length(text) + 1):
+        kept = within(model.prompt, text, budget)
+        assert text.startswith(kept)
+        assert len(kept) in edges
+        assert length(kept) <= budget
+        lengths.append(len(kept))
+    assert lengths[0] == 0
+    assert lengths[-1] == len(text)
