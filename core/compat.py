@@ -87,7 +87,7 @@ class Profile:
         probe_error: largest relative error of the attach-time RoPE probe.
         unsupported: why this model's cache cannot be carried, or empty.
         vocabulary: how many logits the model gives; token ids are below it.
-        attention: why packed rows, and heads that keep different numbers, cannot be attended here, or empty.
+        attention: why packed rows, and heads or layers that keep different numbers, cannot be attended here, or empty.
     """
 
     model: Model
@@ -225,11 +225,20 @@ def _layout_reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:
     for index, (artifact, local) in enumerate(zip(layout, ours, strict=False)):
         yield from _layer_reasons(f"layout[{index}]", artifact, local)
     yield from _row_reasons(manifest)
-    ragged = [index for index, layer in enumerate(layout) if layer.head_rows is not None]
-    if receiver.attention and ragged:
-        yield Reason(
-            ReasonCode.LAYOUT_UNSUPPORTED, f"layout[{ragged[0]}].head_rows", "ragged heads", receiver.attention
-        )
+    if receiver.attention:
+        yield from _uneven_reasons(layout, receiver.attention)
+
+
+def _uneven_reasons(layout: tuple[LayerLayout, ...], why: str) -> Iterator[Reason]:
+    """Heads or layers that keep different numbers of rows. A mask of mlx-lm's is made for all layers from the first."""
+    for index, layer in enumerate(layout):
+        if layer.head_rows is not None:
+            yield Reason(ReasonCode.LAYOUT_UNSUPPORTED, f"layout[{index}].head_rows", "ragged heads", why)
+            return
+        if layer.rows != layout[0].rows:
+            value = f"{layer.rows}, and {layout[0].rows} in the first layer"
+            yield Reason(ReasonCode.LAYOUT_UNSUPPORTED, f"layout[{index}].rows", value, why)
+            return
 
 
 def _classes(layout: tuple[LayerLayout, ...]) -> str:

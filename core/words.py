@@ -8,12 +8,13 @@ import regex
 
 # Scripts that put no space between words.
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}\p{Yi}々〆ー"
-_LETTERS = rf"[[\p{{L}}\p{{M}}\p{{N}}]--[{_UNSPACED}]]"
+# ASCII first, which is most of most texts: sets are searched in order.
+_LETTERS = rf"A-Za-z0-9[[\p{{L}}\p{{M}}\p{{N}}]--[{_UNSPACED}]]"
 _TERM = regex.compile(
     rf"""
       (?P<number> \p{{Nd}}++ (?: [.,:] \p{{Nd}}++ )*+ (?! [\p{{L}}\p{{M}}] ) )
     | (?P<run> [{_UNSPACED}] [{_UNSPACED}\p{{M}}]*+ )
-    | (?P<word> {_LETTERS}++ )
+    | (?P<word> [{_LETTERS}]++ )
     """,
     regex.VERBOSE | regex.VERSION1,
 )

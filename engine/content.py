@@ -48,6 +48,14 @@ class ContentEncoder:
         """
         return [token for _, encoding in self._encodings(text) for token in encoding.ids]
 
+    def count(self, text: str) -> int:
+        """Return how many ids ``encode`` gives.
+
+        Raises:
+            ModelError: as ``encode``.
+        """
+        return sum(len(encoding) for _, encoding in self._encodings(text))
+
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """Return the code points of ``text`` that every one of its tokens stands for, as half-open ranges.
 
@@ -56,7 +64,10 @@ class ContentEncoder:
         Raises:
             ModelError: as ``encode``.
         """
-        return [(at + start, at + end) for at, encoding in self._encodings(text) for start, end in encoding.offsets]
+        found: list[tuple[int, int]] = []
+        for at, encoding in self._encodings(text):
+            found += encoding.offsets if at == 0 else [(at + start, at + end) for start, end in encoding.offsets]
+        return found
 
     def _encodings(self, text: str) -> Iterator[tuple[int, Encoding]]:
         """Yield the pieces that the text is encoded in: where each begins, and its encoding."""
@@ -73,6 +84,9 @@ class ContentEncoder:
                 yield at, encoding
 
     def _cuts(self, piece: str, encoding: Encoding) -> list[int]:
+        # Nearly always, and offsets are what takes time.
+        if self._forbidden.isdisjoint(encoding.ids):
+            return []
         cuts = []
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if token not in self._forbidden:

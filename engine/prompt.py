@@ -41,15 +41,14 @@ LABELS: Mapping[str, str] = MappingProxyType(
 """What the receiver's model is told about its material, by the name of the section that holds it."""
 
 SUMMARY_SYSTEM = "You summarise a document for a reader who cannot see it. Use only what the document says."
+# Short on purpose: the smallest models repeat a long instruction instead of following it.
 SUMMARY_BLIND = (
-    "Write a summary of the document. The reader's questions are not known, so keep everything concrete: copy all "
-    "names, identifiers, numbers and dates exactly as they are written, and keep every negation and condition. "
-    "Begin with the most important facts. Write plain sentences and no introduction."
+    "Summarise the document. Copy names, codes, numbers, dates and negations exactly, and keep everything concrete, "
+    "because the questions are not known."
 )
 SUMMARY_AWARE = (
-    "Write a summary of the document that lets the reader answer the question below. Copy the names, identifiers, "
-    "numbers and dates that matter exactly as they are written, and keep every negation and condition. "
-    "Begin with the most important facts. Write plain sentences and no introduction.\n\nQuestion: "
+    "Summarise what the document says about the question below. Copy names, codes, numbers, dates and negations "
+    "exactly.\n\nQuestion: "
 )
 """The question follows."""
 
@@ -109,7 +108,7 @@ class PromptBuilder:
 
     def count(self, material: str) -> int:
         """Return how many tokens of a prompt the material takes."""
-        return len(self._content.encode(material))
+        return self._content.count(material)
 
     def offsets(self, material: str) -> list[tuple[int, int]]:
         """Return the half-open ranges of code points that the material's tokens in a prompt stand for."""

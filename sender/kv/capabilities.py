@@ -9,6 +9,7 @@ from typing import Literal
 
 from kvferry.core.compat import Profile
 from kvferry.core.errors import InvalidRequestError, ModelError
+from kvferry.engine.cache import PrefixCache
 from kvferry.engine.quantise import Scheme
 
 Selection = Literal["every", "level", "ragged"]
@@ -49,6 +50,24 @@ def check(method: str, selection: Selection, packing: Scheme | None, profile: Pr
         raise ModelError(
             f"model: {profile.model.id} cannot attend what method {method} makes, {selection} rows, {quantiser}: "
             f"{profile.attention}",
+            field="model",
+            method=method,
+        )
+
+
+def check_rows(method: str, made: PrefixCache, profile: Profile) -> None:
+    """Refuse layers that keep different numbers of rows where the model's mask is made from the first for all of them.
+
+    How many a method keeps in each is known only once it has chosen.
+
+    Raises:
+        ModelError: naming the model and the method.
+    """
+    counts = made.row_counts
+    if profile.attention and min(counts) != max(counts):
+        raise ModelError(
+            f"model: {profile.model.id} cannot attend what method {method} makes, from {min(counts)} to {max(counts)} "
+            f"rows a layer: {profile.attention}",
             field="model",
             method=method,
         )

@@ -125,6 +125,7 @@ class SelectingMethod(ABC):
             return payload_bytes(cache, kept, packing, renumbered=renumbered)
 
         made = self._select(subject, budget.spend(given.budget, subject.rows, keep, size), renumbered=renumbered)
+        capabilities.check_rows(self.info.name, made, reading.model.profile)
         if packing is not None:
             made = quantise(made, packing)
         yield Progress("method", 1, 1)

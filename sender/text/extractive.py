@@ -98,9 +98,9 @@ def _extract(
     sentences = [text[piece.start : piece.end] for piece in pieces]
     scores = blind_scores(sentences, words) if question is None else aware_scores(question, words)
     budget = budget_tokens(parameters.budget, document.tokens)
-    made, taken = yield from select(prompt, document, pieces, ranked(scores), budget)
-    outcome = {"tokens": prompt.count(made.text), "sentences": taken, "of": len(pieces)}
+    selection = yield from select(prompt, document, pieces, ranked(scores), budget)
+    outcome = {"tokens": selection.tokens, "sentences": selection.pieces, "of": len(pieces)}
     if question is not None:
         # Without a hit the ranking is the document's order, and whoever reads the answer should know.
         outcome["hit"] = bool(scores.any())
-    return TextMaterial(made.text, kind=container.EXCERPTS, spans=made.spans, outcome=outcome)
+    return TextMaterial(selection.made.text, kind=container.EXCERPTS, spans=selection.made.spans, outcome=outcome)

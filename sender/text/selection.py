@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,15 @@ _STEP = 1024
 _DECIMALS = 12
 
 
+@dataclass(frozen=True)
+class Selection:
+    """What a budget took: the text, its tokens, and how many pieces it holds."""
+
+    made: Assembled
+    tokens: int
+    pieces: int
+
+
 def ranked(scores: npt.NDArray[np.float64]) -> list[int]:
     """Return piece numbers, best first; equal scores, to twelve decimals, in the document's order."""
     order: list[int] = np.argsort(-np.round(scores, _DECIMALS), kind="stable").tolist()
@@ -24,7 +34,7 @@ def ranked(scores: npt.NDArray[np.float64]) -> list[int]:
 
 def select(
     prompt: PromptBuilder, document: CountedText, pieces: Sequence[Piece], order: Sequence[int], budget: int
-) -> Generator[Progress, None, tuple[Assembled, int]]:
+) -> Generator[Progress, None, Selection]:
     """Take pieces in order while they fit; one that does not is skipped.
 
     A piece is first weighed by its own tokens. Pieces take fewer together than one by one, so once one does not fit,
@@ -41,7 +51,7 @@ def select(
         How many pieces were looked at.
 
     Returns:
-        The text, of at most ``budget`` tokens, and how many pieces it holds.
+        A text of at most ``budget`` tokens.
     """
     costs = document.costs(pieces)
     taken: list[int] = []
@@ -56,11 +66,11 @@ def select(
             used, exact = used + costs[number], False
     made = _join(document.text, pieces, taken)
     # The other way round is rare: cut out of its surroundings, a piece may take more tokens than it did there.
-    while prompt.count(made.text) > budget:
+    while (tokens := prompt.count(made.text)) > budget:
         taken.pop()
         made = _join(document.text, pieces, taken)
     yield Progress("method", len(order), len(order))
-    return made, len(taken)
+    return Selection(made, tokens, len(taken))
 
 
 def _join(document: str, pieces: Sequence[Piece], taken: Sequence[int]) -> Assembled:

@@ -386,7 +386,13 @@ def test_a_receiver_without_attention_of_its_own_refuses_packed_rows_and_ragged_
     keys = ("ENCODING_UNSUPPORTED", "encoding.key_bits", "packed rows of 3 bits", why)
     values = ("ENCODING_UNSUPPORTED", "encoding.value_bits", "packed rows of 4 bits", why)
     ragged = ("LAYOUT_UNSUPPORTED", "layout[2].head_rows", "ragged heads", why)
+    uneven = ("LAYOUT_UNSUPPORTED", "layout[1].rows", "24, and 40 in the first layer", why)
+    assert reasons(kv_example(rows=24).manifest) == [uneven]
     whole = packed_example().manifest
+    assert reasons(whole) == [uneven, keys, values]
+    for index in (0, 1):
+        rows = {"rows": 24, "positions": "explicit"}
+        whole = with_layer(whole, index, **rows, packed_keys=24, packed_values=24)
     assert reasons(whole) == [ragged, keys, values]
     assert reasons(with_layer(whole, 2, head_rows=None)) == [keys, values]
     dense = {"packed_keys": 0, "packed_values": 0}
@@ -400,7 +406,7 @@ def test_a_receiver_without_attention_of_its_own_refuses_packed_rows_and_ragged_
     # Whatever is dense and as long in every head is mlx-lm's own business.
     assert reasons(with_layer(parted, 2, head_rows=None)) == []
     assert reasons(packed_example("renumbered").manifest) == []
-    assert reasons(kv_example().manifest) == []
+    assert reasons(kv_example(rows=40).manifest) == []
 
 
 def test_the_payload_limit_is_inclusive(manifest: Manifest, profile: Profile) -> None:

@@ -42,12 +42,14 @@ def test_equal_scores_give_equal_budgets() -> None:
 
 
 def test_a_total_that_rounding_moves_is_balanced() -> None:
-    # 15, 8 and 7 of 30: with alpha 0.5 these are 12.5, 9 and 8.5, officially 12 + 9 + 8 = 29.
-    assert head_budgets(planted(15, 8, 7), 10, 0.5, NONE) == [13, 9, 8]
+    # With alpha 0.5: 9, 8.5 and 12.5, officially 9 + 8 + 12 = 29 of 30.
+    assert head_budgets(planted(8, 7, 15), 10, 0.5, NONE) == [9, 9, 12]
+    # 15, 7.5 and 7.5, officially 15 + 8 + 8 = 31.
+    assert head_budgets(planted(20, 5, 5), 10, 0.5, NONE) == [15, 7, 8]
+    # C = 8, guaranteed int(1.6): 20.2, 1 and 1, officially 20 + 1 + 1 of 24.
+    assert head_budgets(planted(24, 0, 0), 8, 0.2, NONE) == [21, 2, 1]
     # C = 11, guaranteed int(2.2): 12 * 0.8 + 2 = 11.6, 11 * 0.8 + 2 = 10.8, 10 * 0.8 + 2 = 10.0; 12 + 11 + 10 = 33.
     assert head_budgets(planted(12, 11, 10), 11, 0.2, NONE) == [12, 11, 10]
-    # 8.5 * 2 + 13 rounds to 8 + 8 + 13, 29 of 30.
-    assert head_budgets(planted(7, 7, 16), 10, 0.5, NONE) == [9, 8, 13]
 
 
 def test_protected_rows_are_kept_by_all_and_win_nothing() -> None:

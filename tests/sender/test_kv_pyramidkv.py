@@ -50,7 +50,7 @@ def test_the_rules_branches() -> None:
     assert rows(511) == [511] * 28
     assert rows(512) == [512] * 28
     assert rows(959) == [512] * 28
-    assert [rows(tokens)[0] for tokens in (960, 968, 969)] == [960, 968, 968]
+    assert [rows(tokens)[0] for tokens in (960, 967, 968, 969)] == [960, 967, 968, 968]
     # At 960: most 928, least 32, step 896 // 27 = 33.
     assert rows(960) == [960 - 33 * layer for layer in range(28)]
 

@@ -122,6 +122,34 @@ def test_a_model_without_our_attention_takes_level_dense_rows_only(
         method.plan(profile, given)
 
 
+class Pyramid(Ragged):
+    """Keeps half of the rows in every layer but the first."""
+
+    info = MethodInfo("steps", "steps", "kv", "custom", aware=False, source="tests", summary="more rows in one layer")
+    ragged = False
+
+    def rank(self, subject: Any, given: Any) -> Generator[Any, None, Any]:
+        yield from ()
+        kept = [[np.arange(rows, dtype=np.int32)] * subject.layers[0].kv_heads for rows in (40, 20)]
+        return lambda count: kept
+
+
+def test_layers_of_different_lengths_need_our_attention_or_a_mask_for_each(
+    workshop: Callable[..., Any], tiny_model: Callable[..., LoadedModel], drain: Callable[..., Any]
+) -> None:
+    method, given = Pyramid(), SelectionParameters(budget=40)
+    plain = tiny_model("llama")
+    made = drain(method.make(workshop(plain).reading(TEXT), given)).cache
+    assert made.row_counts == [40, 40, 20, 20]
+    soft = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 16}
+    capped = tiny_model("gemma2", config=soft)
+    # This model asks the first layer's cache for an array, and uses it in all.
+    with pytest.raises(ValueError, match="broadcast"):
+        capped.forward([5, 6], made.branch(2))
+    with pytest.raises(ModelError, match="cannot attend what method steps makes, from 20 to 40 rows a layer: .*gemma2"):
+        drain(method.make(workshop(capped).reading(TEXT), given))
+
+
 # B9
 
 

@@ -21,7 +21,6 @@ from kvferry.sender.kv.snapkv import SnapKV
 from kvferry.sender.kv.window_scores import (
     BlindWindowParameters,
     WindowScoreParameters,
-    check_finite,
     pool,
     score_at_end,
     score_behind,
@@ -161,8 +160,8 @@ def test_an_infinite_key_is_refused_although_its_weight_is_finite() -> None:
     queries, keys = np.full((1, 1, 4), -1, np.float32), np.ones((1, 3, 4), np.float32)
     keys[0, 1, 2] = np.inf
     assert np.isfinite(window_votes(queries, keys, np.ones((1, 1, 4), np.float32))).all()
-    with pytest.raises(ModelError, match="^someone: a key is not finite"):
-        check_finite("someone", keys)
+    with pytest.raises(ModelError, match="^window scores: a key is not finite"):
+        scores_of(queries, keys, np.ones((1, 1, 4), np.float32))
 
 
 def test_what_overflows_is_refused_without_a_warning() -> None:

@@ -88,7 +88,7 @@ def test_extracts(
 
 
 @pytest.mark.parametrize("method", ["A4", "A4-aware"])
-@pytest.mark.parametrize("name", ["chinese", "emoji", "crlf", "empty", "blank", "one word", "clusters"])
+@pytest.mark.parametrize("name", ["chinese", "emoji", "empty", "blank", "one word", "one character"])
 def test_summaries(
     workshop: Callable[..., Any], model: LoadedModel, documents: dict[str, str], name: str, method: str
 ) -> None:

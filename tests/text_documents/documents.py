@@ -34,11 +34,10 @@ def long_report(words: int = 50_000) -> str:
         paragraphs.append(" ".join(sentences))
         if count >= words:
             break
-    text = "\n\n".join(paragraphs)
-    cut = text.split(" ")
-    while sum(len(part.split()) for part in cut) > words:
-        cut.pop()
-    return " ".join(cut)
+    parts = "\n\n".join(paragraphs).split(" ")
+    while count > words:
+        count -= len(parts.pop().split())
+    return " ".join(parts)
 
 
 def crlf(text: str) -> str:
