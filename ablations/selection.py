@@ -110,7 +110,7 @@ class _Bench:
             "decode, dense": lambda: self._decode(self._dense),
             "decode, B3 at a quarter": lambda: self._decode(quarter),
             "question, dense": lambda: self._ask(self._dense),
-            "question, B6 ragged": lambda: self._ask(pyramid),
+            "question, B6": lambda: self._ask(pyramid),
         }
 
     def _make(self, name: str) -> PrefixCache:

@@ -77,7 +77,7 @@ def bundled() -> tuple[str, tuple[Question, ...]]:
 
 
 def run(model: str, advance: Callable[[str, float], None], methods: Collection[str] = SHOWN) -> Outcome:
-    """Start both daemons, send the document by every method, ask every question.
+    """Start both daemons, send the document by each method, ask every question.
 
     Args:
         model: what both daemons load.
@@ -173,7 +173,9 @@ def command(model: str, methods: tuple[str, ...], *, everything: bool, as_json: 
 def _show(outcome: Outcome) -> None:
     from rich.table import Table
 
-    table = Table(title="One document, every method", caption="ratio: the dense bf16 cache over the bytes on the wire")
+    table = Table(
+        title="One document, one method of each kind", caption="ratio: the dense bf16 cache over the bytes on the wire"
+    )
     for heading, align in (
         ("method", "left"),
         ("form", "left"),
@@ -203,6 +205,6 @@ def _show(outcome: Outcome) -> None:
         )
     output.console().print(table)
     if outcome.ok:
-        click.echo("Every carried cache gave the full-context answers, token for token.")
+        click.echo("Every exact method gave the full-context answers, token for token.")
     for line in outcome.broken:
         click.echo(f"broken: {line}", err=True)

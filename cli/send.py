@@ -24,7 +24,9 @@ _TAKEN = ("document", "fallback", "method", "progress", "question", "system", "t
 @click.command(name="send")
 @click.argument("document")
 @click.option("--method", default="B1", show_default=True, help="Id or name of the method, see `kvferry methods`.")
-@click.option("--budget", help="How much of a cache is kept: rows (256), a fraction (0.25), or bytes (200KB).")
+@click.option(
+    "--budget", help="How much is sent: rows or text tokens (256), a fraction (0.25), bytes of a cache (200KB)."
+)
 @click.option("--bits", type=int, help="Bits a number of a packed cache: 2, 3, 4, 5, 6 or 8.")
 @click.option(
     "--param", "parameters", multiple=True, metavar="NAME=VALUE", help="A parameter of the method; repeatable."

@@ -43,12 +43,11 @@ LABELS: Mapping[str, str] = MappingProxyType(
 SUMMARY_SYSTEM = "You summarise a document for a reader who cannot see it. Use only what the document says."
 # Short on purpose: the smallest models repeat a long instruction instead of following it.
 SUMMARY_BLIND = (
-    "Summarise the document. Copy names, codes, numbers, dates and negations exactly, and keep everything concrete, "
-    "because the questions are not known."
+    "Summarise the document. Copy names, codes, numbers, dates and negations exactly, and keep everything concrete."
 )
 SUMMARY_AWARE = (
-    "Summarise what the document says about the question below. Copy names, codes, numbers, dates and negations "
-    "exactly.\n\nQuestion: "
+    "Summarise what the document says about the question. Copy names, codes, numbers, dates and negations exactly."
+    "\n\nQuestion: "
 )
 """The question follows."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from kvferry.core.errors import InvalidRequestError
 
@@ -21,43 +21,73 @@ def parse_bytes(text: str) -> int:
     raise InvalidRequestError(f"budget: {text!r} has no unit; B, KB, MB, KiB or MiB", field="budget", value=text)
 
 
-def spend(given: float | str, tokens: int, keep: Callable[[int], Kept], size: Callable[[Kept], int]) -> Kept:
+def spend(
+    given: float | str, tokens: int, keep: Callable[[int], Kept], size: Callable[[Kept], int], block: int = 1
+) -> Kept:
     """Return what a budget keeps.
 
     Args:
-        given: rows, a fraction of the prefix's tokens, or bytes with a unit.
+        given: rows, a fraction of the prefix's tokens, or bytes of payload with a unit.
         tokens: the prefix's.
         keep: what a number of rows keeps.
-        size: bytes on the wire of what is kept; it grows with the rows.
+        size: bytes of the payload that holds what is kept; within a block of rows it grows with them.
+        block: rows after which what was dense is packed, so that the size falls.
 
     Raises:
         InvalidRequestError: when the bytes do not suffice for a row.
     """
     if isinstance(given, str):
-        return _within(parse_bytes(given), tokens, keep, size)
+        return _Bytes(parse_bytes(given), keep, size).most(tokens, block)
     if isinstance(given, float):
         return keep(max(1, math.floor(tokens * given)))
     return keep(min(given, tokens))
 
 
-def _within(limit: int, tokens: int, keep: Callable[[int], Kept], size: Callable[[Kept], int]) -> Kept:
-    low, high, best = 1, tokens, None
-    smallest: InvalidRequestError | None = None
-    while low <= high:
-        middle = (low + high) // 2
-        try:
-            kept = keep(middle)
-        except InvalidRequestError as error:
-            # So few rows are below what the method always keeps: it may still go with more.
-            smallest, low = error, middle + 1
-            continue
-        if size(kept) <= limit:
-            best, low = kept, middle + 1
-        else:
-            high = middle - 1
-    if best is None:
-        reason = f"; {smallest.message}" if smallest else ""
+class _Bytes(Generic[Kept]):
+    """A budget in bytes. What a method refuses because it always keeps more counts as too little, not as too large."""
+
+    def __init__(self, limit: int, keep: Callable[[int], Kept], size: Callable[[Kept], int]) -> None:
+        self._limit = limit
+        self._keep = keep
+        self._size = size
+        self._refusal = ""
+
+    def most(self, tokens: int, block: int) -> Kept:
+        """Return what the largest number of rows keeps that fits."""
+        # The whole cache needs no positions, so it may fit where one row less does not.
+        first = tokens
+        kept = self._try(first)[0]
+        while kept is None and block > 1 and first > block:
+            first = (first - 1) // block * block
+            kept = self._try(first)[0]
+        if kept is not None:
+            return self._bisect(first + 1, min(first + block, tokens) - 1) or kept
+        kept = self._bisect(1, first - 1)
+        if kept is not None:
+            return kept
+        reason = f"; {self._refusal}" if self._refusal else ""
         raise InvalidRequestError(
-            f"budget: {limit} bytes do not suffice for this prefix{reason}", field="budget", value=limit
+            f"budget: {self._limit} bytes do not suffice for this prefix{reason}", field="budget", value=self._limit
         )
-    return best
+
+    def _bisect(self, low: int, high: int) -> Kept | None:
+        best = None
+        while low <= high:
+            middle = (low + high) // 2
+            kept, too_large = self._try(middle)
+            best = best if kept is None else kept
+            if too_large:
+                high = middle - 1
+            else:
+                low = middle + 1
+        return best
+
+    def _try(self, rows: int) -> tuple[Kept | None, bool]:
+        """Return what fits, and whether what does not is too large."""
+        try:
+            kept = self._keep(rows)
+        except InvalidRequestError as error:
+            self._refusal = error.message
+            return None, False
+        too_large = self._size(kept) > self._limit
+        return (None if too_large else kept), too_large

@@ -16,18 +16,18 @@ class KiviParameters(WidthParameters, frozen=True, forbid_unknown_fields=True, k
     bits for models whose query heads share KV heads.
     """
 
-    bits: Bits | None = 2
+    bits: Bits = 2
     residual: Residual = 128
 
 
 class Kivi(PackingMethod):
-    """What KIVI's cache holds after the prompt. Rows that come later stay dense; KIVI packs them as they come."""
+    """What KIVI's cache holds after the prompt. Adapted: later rows stay dense, where KIVI packs them as they come."""
 
     info = MethodInfo(
         id="kivi",
         name="kivi",
         form="kv",
-        label="faithful",
+        label="adapted",
         aware=False,
         source="KIVI, arXiv 2402.02750; jy-yuan/KIVI models/llama_kivi.py",
         summary="keys packed by channel, values by token, the last rows dense; rows of the answer stay dense",

@@ -63,7 +63,7 @@ class L2Norm(SelectingMethod):
         id="l2norm",
         name="l2norm",
         form="kv",
-        label="faithful",
+        label="adapted",
         aware=False,
         source="L2Norm, arXiv 2406.11430, alessiodevoto/l2compress",
         summary="the rows whose keys have the lowest norms, per KV head",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvferry.core.errors import InvalidRequestError
 from kvferry.core.wire import MethodInfo
 from kvferry.engine.quantise import Scheme
 from kvferry.sender.kv import parameters
@@ -11,9 +10,9 @@ from kvferry.sender.kv.parameters import Bits, WidthParameters
 
 
 class PackedParameters(WidthParameters, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """As of ``WidthParameters``; with ``bits`` null and one of the others given, the other tensor stays dense."""
+    """As of ``WidthParameters``, but both are packed: what has no bits of its own has ``bits``."""
 
-    bits: Bits | None = 8
+    bits: Bits = 8
 
 
 class Packed(PackingMethod):
@@ -30,11 +29,6 @@ class Packed(PackingMethod):
     )
     parameters = PackedParameters
 
-    def scheme(self, given: PackedParameters, key_dim: int, value_dim: int) -> Scheme:
+    def scheme(self, given: PackedParameters, key_dim: int, value_dim: int) -> Scheme | None:
         """Every row by itself."""
-        packing = parameters.affine(given, key_dim, value_dim)
-        if packing is None:
-            raise InvalidRequestError(
-                "bits: null, so nothing would be packed; method B1 sends the cache dense", field="bits"
-            )
-        return packing
+        return parameters.affine(given, key_dim, value_dim)

@@ -22,7 +22,7 @@ class PackingMethod(ABC):
     parameters: ClassVar[type[WidthParameters]]
 
     @abstractmethod
-    def scheme(self, given: Any, key_dim: int, value_dim: int) -> Scheme:
+    def scheme(self, given: Any, key_dim: int, value_dim: int) -> Scheme | None:
         """Return how a cache with these head dimensions is packed.
 
         Raises:
@@ -36,6 +36,6 @@ class PackingMethod(ABC):
         capabilities.check(self.info.name, "every", packing, profile)
         cache = yield from reading.prefill()
         yield Progress("method", 0, 1)
-        packed = quantise(cache, packing)
+        packed = cache if packing is None else quantise(cache, packing)
         yield Progress("method", 1, 1)
         return KvMaterial(packed, parameters.encoding(packing))

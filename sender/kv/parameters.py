@@ -23,7 +23,7 @@ Budget = (
     | Annotated[float, Meta(gt=0.0, le=1.0)]
     | Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)? ?(B|kB|KB|MB|KiB|MiB)$")]
 )
-"""Rows a KV head, as a whole number; the fraction of rows kept; or bytes on the wire, such as "200KB"."""
+"""Rows a KV head, as a whole number; the fraction of rows kept; or bytes of payload, such as "200KB"."""
 
 
 class WidthParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -83,6 +83,13 @@ def affine(parameters: WidthParameters, key_dim: int, value_dim: int) -> Scheme 
     """
     key_bits, value_bits = _bits(parameters)
     if key_bits is None and value_bits is None:
+        for name in ("group", "key_group", "value_group"):
+            if getattr(parameters, name) is not None:
+                raise InvalidRequestError(
+                    f"{name}: {getattr(parameters, name)}, but no bits are given, so nothing is packed in groups",
+                    field=name,
+                    value=getattr(parameters, name),
+                )
         return None
     keys, values = (
         None if bits is None else Width(bits, choose_group(name, dim, bits, wanted or parameters.group))

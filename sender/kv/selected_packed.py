@@ -20,11 +20,11 @@ class SelectedPackedParameters(SelectionParameters, frozen=True, forbid_unknown_
     """``selector`` is a blind method that keeps some rows, by id or name; its own parameters have their defaults."""
 
     selector: str = "snapkv"
-    bits: Bits | None = 8
+    bits: Bits = 8
 
 
 class SelectedPacked(SelectingMethod):
-    """Packing by token and taking rows out commute, so this is B2 on fewer rows."""
+    """Packing by token and taking rows out commute: with the quantiser affine this is B2 on fewer rows."""
 
     info = MethodInfo(
         id="B9",
@@ -32,7 +32,7 @@ class SelectedPacked(SelectingMethod):
         form="kv",
         label="custom",
         aware=False,
-        source="kvferry: a selector, then mx.quantize",
+        source="kvferry: a selector, then a quantiser",
         summary="the rows that another method keeps, packed to 8 bits or fewer",
     )
     parameters = SelectedPackedParameters
@@ -40,15 +40,9 @@ class SelectedPacked(SelectingMethod):
     def __init__(self, find: Callable[[str], Method[Any]]) -> None:
         self._find = find
 
-    def plan(self, profile: Profile, given: SelectedPackedParameters) -> Scheme:
+    def plan(self, profile: Profile, given: SelectedPackedParameters) -> Scheme | None:
         """Return how kept rows are packed, as the selector can have it."""
-        packing = self._selector(given).plan(profile, given)
-        if packing is None:
-            raise InvalidRequestError(
-                f"bits: null, so nothing would be packed; method {given.selector} keeps the same rows dense",
-                field="bits",
-            )
-        return packing
+        return self._selector(given).plan(profile, given)
 
     def calibrated(self, model: LoadedModel, given: SelectedPackedParameters) -> Calibration | None:
         """Return what the selector knows about the model."""

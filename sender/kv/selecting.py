@@ -124,7 +124,9 @@ class SelectingMethod(ABC):
         def size(kept: Kept) -> int:
             return payload_bytes(cache, kept, packing, renumbered=renumbered)
 
-        made = self._select(subject, budget.spend(given.budget, subject.rows, keep, size), renumbered=renumbered)
+        block = packing.residual if packing and packing.residual else 1
+        kept = budget.spend(given.budget, subject.rows, keep, size, block)
+        made = self._select(subject, kept, renumbered=renumbered)
         capabilities.check_rows(self.info.name, made, reading.model.profile)
         if packing is not None:
             made = quantise(made, packing)

@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
-import msgspec
 import numpy as np
 import pytest
 
@@ -22,7 +21,6 @@ from kvferry.engine.packed import PackedLayer
 from kvferry.receiver import reconstruct
 from kvferry.sender import registry
 from kvferry.sender.kv import parameters
-from kvferry.sender.method import DENSE
 
 TEXT = "The access code of the north warehouse is 4417. The ferry carries eleven crates of paper at dawn. " * 4
 
@@ -110,15 +108,6 @@ def test_every_row_is_packed_as_asked(
             assert np.array_equal(oracles.unpack(np.array(part.packed.codes), bits), codes)
             assert np.array_equal(np.array(part.packed.scales), scales)
             assert np.array_equal(np.array(part.packed.biases), biases)
-
-
-def test_one_of_both_may_stay_dense(made: Callable[..., Any]) -> None:
-    dense, material = made("B2", bits=None, value_bits=4)
-    assert material.encoding == msgspec.structs.replace(DENSE, value_bits=4, value_group=64)
-    for plain, packed in layers(dense, material.cache):
-        assert packed.keys.packed is None
-        assert np.array_equal(np.array(packed.keys.tail), np.array(plain.keys))
-        assert packed.values.packed is not None
 
 
 def test_bytes_on_the_wire_and_in_memory(shop: Any, model: LoadedModel) -> None:
@@ -210,10 +199,18 @@ def test_keys_and_values_of_kivi_have_bits_of_their_own(made: Callable[..., Any]
     ("method", "given", "said"),
     [
         ("B2", {"group": 128}, "key_group: 128 does not divide the head dimension 64; legal group sizes: 64, 32"),
-        ("B2", {"bits": None, "value_bits": 4, "value_group": 128}, "value_group: 128 does not divide"),
-        ("B2", {"bits": None}, "bits: null, so nothing would be packed"),
-        ("kivi", {"bits": None}, "bits: the quantiser kivi packs keys and values; key_bits is None, value_bits None"),
-        ("kivi", {"bits": None, "key_bits": 2}, "bits: the quantiser kivi packs .* key_bits is 2, value_bits None"),
+        ("B2", {"value_bits": 4, "value_group": 128}, "value_group: 128 does not divide"),
+        (
+            "B3",
+            {"quantiser": "kivi"},
+            "bits: the quantiser kivi packs keys and values; key_bits is None, value_bits None",
+        ),
+        (
+            "B3",
+            {"quantiser": "kivi", "key_bits": 2},
+            "bits: the quantiser kivi packs .* key_bits is 2, value_bits None",
+        ),
+        ("B3", {"group": 64}, "group: 64, but no bits are given"),
         ("kivi", {"residual": 100}, "residual: 100 is no multiple of the key group 32"),
         ("kivi", {"residual": 96, "key_group": 64}, "residual: 96 is no multiple of the key group 64"),
         ("kivi", {"value_group": 128}, "value_group: 128 does not divide the head dimension 64"),

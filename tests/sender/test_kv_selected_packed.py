@@ -235,7 +235,6 @@ def test_what_a_selector_is_asked_and_what_it_may_be(
         ({"selector": "A1"}, "selector: .* is no method that chooses rows"),
         ({"selector": "B2"}, "selector: packed is no method that chooses rows"),
         ({"selector": "selected-packed"}, "selector: selected-packed is no method that chooses rows"),
-        ({"selector": "B3", "bits": None}, "bits: null, so nothing would be packed; method B3 keeps"),
         ({"selector": "B3", "group": 64}, "key_group: 64 does not divide the head dimension 32"),
         ({"selector": "B3", "quantiser": "kivi", "residual": 48}, "residual: 48 is no multiple"),
     ],
