@@ -19,7 +19,6 @@ from kvferry.ablations.ttft import document
 from kvferry.engine import model_store
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.model import LoadedModel, load
-from kvferry.engine.observe import window
 from kvferry.engine.prompt import DEFAULT_SYSTEM
 from kvferry.engine.residency import Residency
 from kvferry.sender import registry
@@ -105,12 +104,12 @@ class _Bench:
         quarter, pyramid = self._make("B3"), self._make("B6")
         return {
             "prefill": lambda: _drain(self._model.prefill(self._reading.ids)),
-            "window forward": lambda: window(self._model.model, self._dense, self._probe),
+            "window forward": lambda: self._run(self._probe, self._dense),
             **{name: lambda name=name: self._make(name) for name in (*SCORE_FREE, *WINDOW)},  # type: ignore[misc]
             "decode, dense": lambda: self._decode(self._dense),
             "decode, B3 at a quarter": lambda: self._decode(quarter),
-            "question, dense": lambda: self._ask(self._dense),
-            "question, B6": lambda: self._ask(pyramid),
+            "question, dense": lambda: self._run(self._question, self._dense),
+            "question, B6": lambda: self._run(self._question, pyramid),
         }
 
     def _make(self, name: str) -> PrefixCache:
@@ -126,8 +125,8 @@ class _Bench:
         for token in range(_DECODED):
             mx.eval(self._model.forward([token + 5], branches))
 
-    def _ask(self, cache: PrefixCache) -> None:
-        mx.eval(self._model.forward(self._question, cache.branch(len(self._question))))
+    def _run(self, ids: list[int], cache: PrefixCache) -> None:
+        mx.eval(self._model.forward(ids, cache.branch(len(ids))))
 
 
 def _drain(steps: Generator[Any, None, Any]) -> Any:

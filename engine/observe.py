@@ -45,7 +45,8 @@ def window(model: Any, cache: PrefixCache, ids: Sequence[int]) -> list[Window]:
         ModelError: when a layer is not dense, or its attention was not seen.
     """
     branches = [_Observing(_dense(index, layer), cache.offset, len(ids)) for index, layer in enumerate(cache.layers)]
-    mx.eval(forward(model, ids, branches))
+    # Not evaluated: the logits of every token would cost as much as a quarter of a small model.
+    forward(model, ids, branches)
     return [branch.window(len(ids), index) for index, branch in enumerate(branches)]
 
 
@@ -64,7 +65,8 @@ def replay(model: Any, ids: Sequence[int], chunk: int, see: See) -> Generator[in
     caches = [_ReplayCache(index, see) for index in range(len(model.layers))]
     for start in range(0, len(ids), chunk):
         part = ids[start : start + chunk]
-        mx.eval(forward(model, part, caches))
+        forward(model, part, caches)
+        mx.eval([cache.state for cache in caches])
         if any(cache.seen != start + len(part) for cache in caches):
             raise ModelError("attention: a layer's queries were not seen")
         mx.clear_cache()

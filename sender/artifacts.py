@@ -87,9 +87,8 @@ class ArtifactMaker:
         found = self._find(memo)
         if found is not None:
             return found
-        start = time.perf_counter()
-        material = yield from method.make(reading, parameters)
-        method_ms = (time.perf_counter() - start) * 1000 - reading.prefill_ms
+        material, made_ms = yield from _timed(method.make(reading, parameters))
+        method_ms = made_ms - reading.prefill_ms
         yield Progress("encode", 0, 1)
         start = time.perf_counter()
         stored = self._store_material(request, material)
@@ -203,6 +202,20 @@ class _Request:
     reading: Reading
     parameters: msgspec.Struct
     fallback_for: str
+
+
+def _timed(steps: Generator[Progress, None, Material]) -> Generator[Progress, None, tuple[Material, float]]:
+    """Return what was made, and the milliseconds that it took. Between steps the thread does other work."""
+    spent = 0.0
+    with contextlib.closing(steps):
+        while True:
+            start = time.perf_counter()
+            try:
+                progress = next(steps)
+            except StopIteration as stop:
+                return stop.value, spent + (time.perf_counter() - start) * 1000
+            spent += (time.perf_counter() - start) * 1000
+            yield progress
 
 
 def _calibration(request: _Request, model: LoadedModel) -> bytes | None:

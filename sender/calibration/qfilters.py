@@ -72,6 +72,8 @@ def calibrate(model: LoadedModel, texts: Sequence[str], request: Request) -> Gen
         ModelError: when the model's queries cannot be seen, or have no direction.
     """
     bound = binding.describe(model.profile)
+    if model.profile.attention:
+        raise ModelError(f"model: {bound.id} does not show its queries: {model.profile.attention}", field="model")
     least = max(LEAST_ROWS, 2 * bound.head_dim)
     if request.rows < least:
         raise InvalidRequestError(

@@ -55,6 +55,21 @@ def check(method: str, selection: Selection, packing: Scheme | None, profile: Pr
         )
 
 
+def check_queries(method: str, profile: Profile) -> None:
+    """Refuse to rank rows by queries that cannot be seen, or that are seen in another attention than the model's.
+
+    Raises:
+        ModelError: naming the model and the method.
+    """
+    if profile.attention:
+        raise ModelError(
+            f"model: {profile.model.id} does not show the queries that method {method} ranks rows by: "
+            f"{profile.attention}",
+            field="model",
+            method=method,
+        )
+
+
 def check_rows(method: str, made: PrefixCache, profile: Profile) -> None:
     """Refuse layers that keep different numbers of rows where the model's mask is made from the first for all of them.
 

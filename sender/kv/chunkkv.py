@@ -92,6 +92,10 @@ class ChunkKV(SelectingMethod):
     )
     parameters = ChunkKVParameters
 
+    def observes(self, given: ChunkKVParameters) -> bool:
+        """With the scorer of B5."""
+        return given.scorer == "snapkv"
+
     def rank(self, subject: Subject, given: ChunkKVParameters) -> Generator[Progress, None, Keep]:
         """Score every row."""
         scores = yield from _scores(subject, given)

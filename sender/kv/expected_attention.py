@@ -179,6 +179,10 @@ class ExpectedAttention(SelectingMethod):
     )
     parameters = ExpectedAttentionParameters
 
+    def observes(self, given: ExpectedAttentionParameters) -> bool:
+        """By attention."""
+        return True
+
     def rank(self, subject: Subject, given: ExpectedAttentionParameters) -> Generator[Progress, None, Keep]:
         """Read the prefix again and score every row."""
         scores = yield from expected_scores(subject, given)

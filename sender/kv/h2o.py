@@ -110,6 +110,10 @@ class H2O(SelectingMethod):
         """As asked."""
         return given.renumber
 
+    def observes(self, given: H2OParameters) -> bool:
+        """By attention."""
+        return True
+
     def rank(self, subject: Subject, given: H2OParameters) -> Generator[Progress, None, Keep]:
         """Read the prefix again and sum the attention that every row gets."""
         total = subject.rows

@@ -97,6 +97,10 @@ class PyramidKV(SelectingMethod):
     )
     parameters = PyramidKVParameters
 
+    def observes(self, given: PyramidKVParameters) -> bool:
+        """By attention."""
+        return True
+
     def rank(self, subject: Subject, given: PyramidKVParameters) -> Generator[Progress, None, Keep]:
         """Run the window and score every row by its attention."""
         scored = yield from score_blind(subject, given)
@@ -116,6 +120,10 @@ class PyramidKVAware(SelectingMethod):
         summary="the rows that the question looks at most; more of them in lower layers",
     )
     parameters = PyramidKVAwareParameters
+
+    def observes(self, given: PyramidKVAwareParameters) -> bool:
+        """By attention."""
+        return True
 
     def rank(self, subject: Subject, given: PyramidKVAwareParameters) -> Generator[Progress, None, Keep]:
         """Run the question and score every row by its attention."""

@@ -56,6 +56,10 @@ class SelectedPacked(SelectingMethod):
         """Whether the selector renumbers."""
         return self._selector(given).renumbers(self._own(given))
 
+    def observes(self, given: SelectedPackedParameters) -> bool:
+        """Whether the selector does."""
+        return self._selector(given).observes(self._own(given))
+
     def _own(self, given: SelectedPackedParameters) -> Any:
         return self._selector(given).parameters(budget=given.budget)
 

@@ -95,6 +95,10 @@ class SelectingMethod(ABC):
         """Whether kept rows are renumbered."""
         return False
 
+    def observes(self, given: Any) -> bool:
+        """Whether rows are ranked by the model's own queries."""
+        return False
+
     def calibrated(self, model: LoadedModel, given: Any) -> Calibration | None:
         """Return what was measured on the model beforehand. Asked before the document is read, so it refuses early."""
         return None
@@ -113,6 +117,8 @@ class SelectingMethod(ABC):
     def make(self, reading: Reading, given: Any) -> Generator[Progress, None, KvMaterial]:
         """Read, rank, select and pack."""
         packing = self.plan(reading.model.profile, given)
+        if self.observes(given):
+            capabilities.check_queries(self.info.name, reading.model.profile)
         calibration = self.calibrated(reading.model, given)
         cache = yield from reading.prefill()
         question = reading.question if self.info.aware else None

@@ -45,6 +45,10 @@ class SnapKV(SelectingMethod):
     )
     parameters = BlindWindowParameters
 
+    def observes(self, given: BlindWindowParameters) -> bool:
+        """By attention."""
+        return True
+
     def rank(self, subject: Subject, given: BlindWindowParameters) -> Generator[Progress, None, Keep]:
         """Run the window and score every row by its attention."""
         scored = yield from score_blind(subject, given)
@@ -64,6 +68,10 @@ class SnapKVAware(SelectingMethod):
         summary="the rows that the question looks at most, and their neighbours, per KV head",
     )
     parameters = WindowScoreParameters
+
+    def observes(self, given: WindowScoreParameters) -> bool:
+        """By attention."""
+        return True
 
     def rank(self, subject: Subject, given: WindowScoreParameters) -> Generator[Progress, None, Keep]:
         """Run the question and score every row by its attention."""

@@ -59,6 +59,10 @@ class Tova(SelectingMethod):
     )
     parameters = TovaParameters
 
+    def observes(self, given: TovaParameters) -> bool:
+        """By attention."""
+        return True
+
     def rank(self, subject: Subject, given: TovaParameters) -> Generator[Progress, None, Keep]:
         """Run the last token once more and score every row by its attention."""
         yield Progress("method", 0, 1)

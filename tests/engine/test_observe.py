@@ -14,6 +14,7 @@ from mlx import nn
 from mlx_lm.models import base
 from mlx_lm.models.cache import make_prompt_cache
 
+import kvferry.engine.observe as observation
 from kvferry.core.errors import ModelError
 from kvferry.engine.attention import install
 from kvferry.engine.cache import PrefixCache
@@ -191,6 +192,23 @@ def test_a_window_changes_nothing(llama: Case) -> None:
     assert cache.offset == TOKENS
     assert all(np.array_equal(np.array(array), old) for array, old in zip(cache.arrays, before, strict=True))
     assert np.array_equal(np.array(llama.model(mx.array([[3, 4]]), cache=cache.branch(2))), logits)
+
+
+def test_logits_are_not_computed(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are none of what is shown, and cost as much as several layers."""
+    cache: PrefixCache = drain(prefill(llama.model, llama.ids, 20))
+
+    def forward(model: Any, ids: Any, caches: Any) -> mx.array:
+        logits = real(model, ids, caches)
+        # More than any memory holds, once somebody asks for the numbers.
+        return mx.broadcast_to(logits[:, :1], (len(ids), 2**30)) + mx.zeros((2**20, 1, 1))
+
+    real = observation.forward
+    monkeypatch.setattr(observation, "forward", forward)
+    with pytest.raises((RuntimeError, ValueError)):
+        mx.eval(forward(llama.model, [5], cache.branch(1)))
+    assert len(window(llama.model, cache, [5, 6])) == LAYERS
+    assert drain(replay(llama.model, llama.ids, 20, lambda *shown: None)) is None
 
 
 def test_a_window_behind_selected_rows_stands_at_its_true_positions(llama: Case) -> None:
