@@ -256,10 +256,6 @@ FORGERIES: dict[str, tuple[Callable[[Manifest], Manifest], str]] = {
         lambda m: change(m, encoding=change(m.encoding, key_bits=7, key_group=32, key_axis="channel")),
         "ENCODING_UNSUPPORTED",
     ),
-    "encoding.value_bits": (
-        lambda m: change(m, encoding=change(m.encoding, value_bits=16, value_group=32)),
-        "ENCODING_UNSUPPORTED",
-    ),
     "encoding.entropy": (lambda m: change(m, encoding=change(m.encoding, entropy="range")), "ENCODING_UNSUPPORTED"),
     "mapper.digest": (
         lambda m: change(m, mapper=manifests.Mapper(OTHER, OTHER, m.model.weights, "L2")),  # type: ignore[union-attr]

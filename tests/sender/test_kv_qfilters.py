@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvferry.engine.dense import DenseLayer
 from kvferry.engine.model import LoadedModel
 from kvferry.sender import registry
 from kvferry.sender.calibration import binding, folder
+from kvferry.sender.calibration import qfilters as calibration
 from kvferry.sender.calibration.qfilters_file import QFilters, Record
 from kvferry.sender.kv import streaming
 from kvferry.sender.kv.qfilters import filter_scores
@@ -264,6 +266,13 @@ def test_keys_that_are_not_finite_are_refused(model: LoadedModel, drain: Drain, 
     spoiled = Subject(broken, model, subject.ids, None, stored)
     with pytest.raises(ModelError, match=r"^layers\.1: a score is not finite"):
         drain(METHOD.rank(spoiled, registry.check_parameters(METHOD, {})))  # type: ignore[attr-defined]
+
+
+def test_a_model_that_attends_in_a_way_of_its_own_is_not_calibrated(model: LoadedModel, drain: Drain) -> None:
+    """The queries that would be seen are not proven to be those of its attention."""
+    other = replace(model, profile=replace(model.profile, attention="it has a mask of its own"))
+    with pytest.raises(ModelError, match="^model: .* does not show its queries: it has a mask of its own"):
+        drain(calibration.calibrate(other, ["The ferry leaves at dawn. " * 200], calibration.Request(tokens=64)))
 
 
 def test_a_byte_budget_is_met_although_small_ones_leave_nothing_to_choose(workshop: Any, model: LoadedModel) -> None:
