@@ -110,7 +110,7 @@ def test_rows_are_sorted_unique_and_within_the_budget(
 ) -> None:
     cache = made(method)
     tokens = len(ids_of(model))
-    assert tokens > 2 * BUDGET
+    assert tokens >= 200
     counts = cache.row_counts
     assert min(counts) >= 1
     # Budgets that are spread over layers by a published rule may end a few rows off; nothing else may go over.
@@ -275,7 +275,8 @@ def test_queries_are_not_ranked_by_where_the_model_attends_in_a_way_of_its_own(
         assert set(drain(method.make(reading, given)).cache.row_counts) == {BUDGET}
         return
     monkeypatch.setattr(LoadedModel, "prefill", lambda *_: pytest.fail("the model ran"))
-    with pytest.raises(ModelError, match=f"^model: .* method {method.info.name}.*: it has a mask of its own"):
+    named = "snapkv" if method.info.id == "B9" else method.info.name
+    with pytest.raises(ModelError, match=f"^model: .* method {named} .*: it has a mask of its own"):
         drain(method.make(reading, given))
 
 
@@ -283,9 +284,9 @@ def test_chunks_scored_by_keys_need_no_queries(
     workshop: Callable[..., Any], model: LoadedModel, drain: Callable[..., Any]
 ) -> None:
     other = replace(model, profile=replace(model.profile, attention="it has a mask of its own"))
-    given = registry.check_parameters(registry.find("chunkkv"), {"scorer": "l2norm", "budget": BUDGET})
+    given = registry.check_parameters(registry.find("chunkkv"), {"scorer": "l2norm", "chunk": 1, "budget": BUDGET})
     made = drain(registry.find("chunkkv").make(workshop(other).reading(TEXT), given))
-    assert max(made.cache.row_counts) <= BUDGET
+    assert set(made.cache.row_counts) == {BUDGET}
 
 
 def test_other_work_between_steps_is_not_the_methods_time(
