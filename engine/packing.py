@@ -17,11 +17,10 @@ from typing import Literal
 import mlx.core as mx
 
 from kvferry.core.errors import InvalidRequestError, ModelError
+from kvferry.core.layout import GROUPS, WIDTHS
 
 Axis = Literal["token", "channel"]
 Rule = Literal["affine", "minmax"]
-WIDTHS = (2, 3, 4, 5, 6, 8)
-GROUPS = (128, 64, 32)
 _WORD_BITS = 32
 
 
@@ -96,7 +95,7 @@ class Packed:
 
 def legal_groups(dimension: int) -> tuple[int, ...]:
     """Return the group sizes that MLX can pack a dimension with, largest first."""
-    return tuple(group for group in GROUPS if dimension % group == 0)
+    return tuple(group for group in reversed(GROUPS) if dimension % group == 0)
 
 
 def choose_group(field: str, dimension: int, bits: int, wanted: int | None) -> int:

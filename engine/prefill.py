@@ -52,21 +52,29 @@ def prefill(model: Any, ids: Sequence[int], chunk: int) -> Generator[int, None, 
     Raises:
         ModelError: when a layer's cache is of another class.
     """
-    return snapshot((yield from read(model, ids, chunk)))
+    return snapshot((yield from read(model, ids, chunk)), consume=True)
 
 
-def snapshot(cache: Sequence[Any]) -> PrefixCache:
+def snapshot(cache: list[Any], *, consume: bool = False) -> PrefixCache:
     """Freeze plain KV caches: the valid rows only, copied out of their padded buffers.
+
+    Args:
+        cache: one cache a layer.
+        consume: empty the list layer by layer, so that no more than one layer is held twice.
 
     Raises:
         ModelError: when a layer's cache is of another class.
     """
-    layers = []
-    for index, layer in enumerate(cache):
+    layers: list[DenseLayer] = []
+    offset = int(cache[0].offset)
+    for index in range(len(cache)):
+        layer = cache[index]
         if type(layer).__name__ != "KVCache":
             raise ModelError(f"layer {index}: cache class {type(layer).__name__}, only KVCache can be carried")
         keys, values = layer.keys_and_values()
         layers.append(DenseLayer(mx.contiguous(keys), mx.contiguous(values)))
-    frozen = PrefixCache(tuple(layers), int(cache[0].offset))
-    mx.eval(frozen.arrays)
-    return frozen
+        mx.eval(layers[-1].arrays)
+        if consume:
+            cache[index] = None
+        del layer, keys, values
+    return PrefixCache(tuple(layers), offset)

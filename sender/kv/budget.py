@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from kvferry.core.errors import InvalidRequestError
 
 Kept = TypeVar("Kept")
-_UNITS = {"kib": 1024, "mib": 1024**2, "kb": 1000, "mb": 1000**2, "b": 1}
+_UNITS = {"kib": 1024, "mib": 1024**2, "gib": 1024**3, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "b": 1}
 
 
 def parse_bytes(text: str) -> int:
@@ -18,7 +18,9 @@ def parse_bytes(text: str) -> int:
     for unit, factor in _UNITS.items():
         if plain.endswith(unit):
             return math.floor(float(plain.removesuffix(unit)) * factor)
-    raise InvalidRequestError(f"budget: {text!r} has no unit; B, KB, MB, KiB or MiB", field="budget", value=text)
+    raise InvalidRequestError(
+        f"budget: {text!r} has no unit; B, KB, MB, GB, KiB, MiB or GiB", field="budget", value=text
+    )
 
 
 def spend(

@@ -21,7 +21,7 @@ Residual = Annotated[int, Meta(ge=32, le=4096)]
 Budget = (
     Annotated[int, Meta(ge=1)]
     | Annotated[float, Meta(gt=0.0, le=1.0)]
-    | Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)? ?(B|kB|KB|MB|KiB|MiB)$")]
+    | Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)? ?(B|kB|KB|MB|GB|KiB|MiB|GiB)$")]
 )
 """Rows a KV head, as a whole number; the fraction of rows kept; or bytes of payload, such as "200KB"."""
 

@@ -188,3 +188,22 @@ def test_a_prefix_must_leave_room(loaded: LoadedModel, road: str) -> None:
     limit = loaded.profile.context_length
     with pytest.raises(ContextOverflowError, match=rf"context: {limit} prefix \+ 0 question \+ 1 answer tokens"):
         getattr(loaded, road)([1] * limit)
+
+
+def test_a_long_prefix_is_never_held_twice() -> None:
+    """mlx-lm's buffers go layer by layer as the snapshot grows: at most one layer is there twice."""
+    layers, rows = 8, 3000
+    caches = []
+    for _ in range(layers):
+        cache = KVCache()
+        cache.update_and_fetch(mx.zeros((1, 4, rows, 64)), mx.zeros((1, 4, rows, 64)))
+        caches.append(cache)
+    mx.eval([cache.state for cache in caches])
+    mx.clear_cache()
+    one_layer = caches[0].nbytes
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    del cache
+    frozen = snapshot(caches, consume=True)
+    assert mx.get_peak_memory() - before <= 1.5 * one_layer
+    assert frozen.row_counts == [rows] * 4 * layers

@@ -22,6 +22,8 @@ from kvferry.sender.kv import budget
         ("1.5KiB", 1536),
         ("2 MiB", 2**21),
         ("3MB", 3 * 10**6),
+        ("1GB", 10**9),
+        ("0.5GiB", 2**29),
     ],
 )
 def test_bytes_have_a_unit(text: str, expected: int) -> None:
