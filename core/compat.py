@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kvferry.core import layout as layouts
+from kvferry.core import limits
 from kvferry.core.errors import RefusedError
 from kvferry.core.manifest import LayerLayout, Manifest, Model, Rope, Tokenizer
 
@@ -283,10 +283,12 @@ def _encoding_reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]
     encoding = manifest.encoding
     for part in ("key", "value"):
         bits, group = getattr(encoding, f"{part}_bits"), getattr(encoding, f"{part}_group")
-        if bits is not None and bits not in layouts.WIDTHS:
-            yield Reason(ReasonCode.ENCODING_UNSUPPORTED, f"encoding.{part}_bits", str(bits), _listed(layouts.WIDTHS))
-        if group is not None and group not in layouts.GROUPS:
-            yield Reason(ReasonCode.ENCODING_UNSUPPORTED, f"encoding.{part}_group", str(group), _listed(layouts.GROUPS))
+        for name, value, known in (
+            (f"encoding.{part}_bits", bits, limits.PACKED_WIDTHS),
+            (f"encoding.{part}_group", group, limits.PACKED_GROUPS),
+        ):
+            if value is not None and value not in known:
+                yield Reason(ReasonCode.ENCODING_UNSUPPORTED, name, str(value), _listed(known))
         packed = any(getattr(layer, f"packed_{part}s") for layer in manifest.layout or ())
         if receiver.attention and packed:
             field, value = f"encoding.{part}_bits", f"packed rows of {bits} bits"

@@ -13,8 +13,6 @@ from kvferry.core import container
 from kvferry.core.errors import ManifestError
 from kvferry.core.manifest import Dtype, Encoding, LayerLayout, Manifest
 
-WIDTHS = (2, 3, 4, 5, 6, 8)
-GROUPS = (32, 64, 128)
 _WORD_BITS = 32
 
 

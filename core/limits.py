@@ -38,3 +38,8 @@ MAX_TEXT_SPANS = 1024 * KIB
 MAX_SPANS = 64
 MAX_SPAN_BYTES = MIB
 """Most text that one FetchSpans answer carries."""
+
+PACKED_WIDTHS = (2, 3, 4, 5, 6, 8)
+"""Widths of packed codes, in bits."""
+PACKED_GROUPS = (32, 64, 128)
+"""How many packed numbers may share a scale and a bias."""

@@ -17,7 +17,8 @@ from typing import Literal
 import mlx.core as mx
 
 from kvferry.core.errors import InvalidRequestError, ModelError
-from kvferry.core.layout import GROUPS, WIDTHS
+from kvferry.core.limits import PACKED_GROUPS as GROUPS
+from kvferry.core.limits import PACKED_WIDTHS as WIDTHS
 
 Axis = Literal["token", "channel"]
 Rule = Literal["affine", "minmax"]

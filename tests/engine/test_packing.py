@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from kvferry.core.errors import InvalidRequestError, ModelError
-from kvferry.engine import packing
 from kvferry.engine.packing import GROUPS, WIDTHS, Packed, choose_group, legal_groups, pack, packed_bytes, unpack
 
 Array = np.ndarray[Any, Any]
@@ -285,10 +284,3 @@ def test_bytes_follow_the_formula(quantisation_oracles: Any, bits: int, dtype: s
             expected = quantisation_oracles.affine_bytes(3, 7, width, bits, group, size)
             assert packed.nbytes == sum(array.nbytes for array in packed.arrays) == expected
             assert 3 * packed_bytes(7, width, bits, group, size) == expected
-
-
-def test_widths_and_groups_are_those_that_the_wire_knows() -> None:
-    from kvferry.core import layout
-
-    assert set(layout.WIDTHS) == set(packing.WIDTHS)
-    assert set(layout.GROUPS) == set(packing.GROUPS)
