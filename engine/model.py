@@ -215,7 +215,7 @@ def _attach(
     layers = tuple(_geometry(layer) for layer in cache)
     # Proven together, because what is installed is only proven by the second.
     attention = attention_hook.install(model)
-    unsupported = probe.unsupported or _self_test(model, cache)
+    unsupported = probe.unsupported or _row_bound(model) or _self_test(model, cache)
     attention = attention or ("" if unsupported else _self_test_ragged(model, cache))
     profile = Profile(
         model=identity,
@@ -239,6 +239,14 @@ def _geometry(cache: Any) -> LayerGeometry:
         return LayerGeometry(type(cache).__name__, 0, 0, 0, "none")
     keys, values = cache.keys_and_values()
     return LayerGeometry("KVCache", keys.shape[1], keys.shape[3], values.shape[3], dtype_name(keys))
+
+
+def _row_bound(model: Any) -> str:
+    """Return which layer takes a row's index for its position (phi3small), which no removed row survives, or ""."""
+    for index, layer in enumerate(model.layers):
+        if any(getattr(part, "block_sparse", False) for _, part in layer.named_modules()):
+            return f"layer {index}: block-sparse attention goes by a row's index, so rows cannot be removed"
+    return ""
 
 
 def _self_test(model: Any, cache: list[Any]) -> str:

@@ -311,3 +311,15 @@ def test_one_clear_error(folder: Path, spoil: Callable[[Path], None], reason: st
     assert "\n" not in caught.value.message
     assert len(caught.value.message) < 700
     assert str(folder) in caught.value.message or spoil is no_template
+
+
+def test_block_sparse_attention_loads_but_its_cache_cannot_be_kept(
+    tiny_model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes by a row's index; the prefix of a self test is too short to show it."""
+    from mlx_lm.models.llama import Attention
+
+    path = tiny_model_dir()
+    assert load(str(path)).profile.unsupported == ""
+    monkeypatch.setattr(Attention, "block_sparse", True, raising=False)
+    assert "layer 0: block-sparse attention" in load(str(path)).profile.unsupported
