@@ -78,6 +78,7 @@ def server_context(certificate: Path, key: Path, authority: Path | None) -> ssl.
 
     certificates.read_identity(certificate, key)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
     # A ticket that the peer has not read when it leaves would break the connection off.
     context.num_tickets = 0
     _show(context, certificate, key)
@@ -98,6 +99,7 @@ def client_context(security: PeerSecurity) -> ssl.SSLContext | None:
         return None
     # Checks the peer's certificate and its name.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
     _trust(context, files[0])
     if security.certificate and security.key:
         _show(context, security.certificate, security.key)
