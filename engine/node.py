@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -63,7 +64,11 @@ async def opened(config: NodeConfig, max_payload_bytes: int = limits.MAX_PAYLOAD
                 max_payload_bytes=max_payload_bytes,
             )
         )
+        # What is loaded now stays; a full collection would look through all of it and stop every thread meanwhile.
+        gc.collect()
+        gc.freeze()
         yield Node(store, worker, model, Residency(config.cache_bytes), runtime_versions())
     finally:
+        gc.unfreeze()
         worker.close()
         store.close()
