@@ -25,7 +25,7 @@ EXACT = ("A7", "B0", "B1")
 # These need `kvferry calibrate` first.
 CALIBRATED = ("qfilters",)
 # One of each kind: a demo is watched. ``--method`` shows others, ``--all`` every one that needs no question beforehand.
-SHOWN = ("A0", "A1", "A7", "B0", "B1", "B2", "kivi", "B3", "streamingllm", "B5", "B6", "B9")
+SHOWN = ("A0", "A1", "A7", "B0", "B1", "B2", "B3", "B5", "B9")
 
 
 @dataclass(frozen=True)
