@@ -10,7 +10,8 @@ from msgspec import Meta
 from kvferry.core.progress import Progress
 from kvferry.core.wire import MethodInfo
 from kvferry.sender.kv.head_budgets import head_budgets, rows_by_head
-from kvferry.sender.kv.selecting import Keep, Kept, SelectingMethod, Subject
+from kvferry.sender.kv.selecting import Kept, Subject
+from kvferry.sender.kv.window_method import WindowMethod
 from kvferry.sender.kv.window_scores import Scored, WindowScoreParameters, WindowTokens, score_at_end
 
 
@@ -32,7 +33,7 @@ def adakv_rows(scored: Scored, count: int, alpha: float) -> Kept:
     ]
 
 
-class AdaKV(SelectingMethod):
+class AdaKV(WindowMethod):
     """Removes rows for real: heads of unequal length are stored, sent and attended without padding.
 
     Rounding, which moves the total in the official code, is balanced so that a layer keeps exactly what its budget
@@ -51,7 +52,10 @@ class AdaKV(SelectingMethod):
     parameters = AdaKVParameters
     ragged = True
 
-    def rank(self, subject: Subject, given: AdaKVParameters) -> Generator[Progress, None, Keep]:
+    def score(self, subject: Subject, given: AdaKVParameters) -> Generator[Progress, None, Scored]:
         """Run the prefix's last tokens again and score every row by their attention."""
-        scored = yield from score_at_end(subject, given.window_tokens, given)
-        return lambda count: adakv_rows(scored, count, given.alpha)
+        return score_at_end(subject, given.window_tokens, given)
+
+    def rows(self, scored: Scored, count: int, given: AdaKVParameters) -> Kept:
+        """The best ones, as many as each head's budget says."""
+        return adakv_rows(scored, count, given.alpha)

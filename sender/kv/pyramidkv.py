@@ -11,23 +11,15 @@ what is reported is what is kept.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from kvferry.core.progress import Progress
 from kvferry.core.wire import MethodInfo
 from kvferry.engine.selection import check_room, top_rows
-from kvferry.sender.kv import probes
-from kvferry.sender.kv.selecting import Keep, Kept, SelectingMethod, Subject
-from kvferry.sender.kv.window_scores import (
-    BlindWindowParameters,
-    Scored,
-    WindowScoreParameters,
-    score_behind,
-    score_blind,
-)
+from kvferry.sender.kv.selecting import Kept
+from kvferry.sender.kv.window_method import WindowMethod
+from kvferry.sender.kv.window_scores import BlindWindowParameters, Scored, WindowScoreParameters
 
 _SOURCE = "PyramidKV, arXiv 2406.02069, Zefan-Cai/KVCache-Factory pyramidkv_utils.py"
 Beta = Annotated[int, Meta(ge=1, le=1024)]
@@ -83,7 +75,7 @@ def pyramid_rows(scored: Scored, capacity: int, beta: int) -> Kept:
     return [top_rows(layer, count, scored.protected) for layer, count in zip(scored.layers, budgets, strict=True)]
 
 
-class PyramidKV(SelectingMethod):
+class PyramidKV(WindowMethod):
     """Does not know the question."""
 
     info = MethodInfo(
@@ -95,19 +87,14 @@ class PyramidKV(SelectingMethod):
         source=_SOURCE,
         summary="the rows that a generic instruction looks at most; more of them in lower layers",
     )
-    parameters = PyramidKVParameters
+    parameters: ClassVar[type[WindowScoreParameters]] = PyramidKVParameters
 
-    def observes(self, given: PyramidKVParameters) -> bool:
-        """By attention."""
-        return True
-
-    def rank(self, subject: Subject, given: PyramidKVParameters) -> Generator[Progress, None, Keep]:
-        """Run the window and score every row by its attention."""
-        scored = yield from score_blind(subject, given)
-        return lambda count: pyramid_rows(scored, count, given.beta)
+    def rows(self, scored: Scored, count: int, given: PyramidKVParameters | PyramidKVAwareParameters) -> Kept:
+        """The best ones, as many as each layer's budget says."""
+        return pyramid_rows(scored, count, given.beta)
 
 
-class PyramidKVAware(SelectingMethod):
+class PyramidKVAware(PyramidKV):
     """Looks with the question."""
 
     info = MethodInfo(
@@ -120,12 +107,3 @@ class PyramidKVAware(SelectingMethod):
         summary="the rows that the question looks at most; more of them in lower layers",
     )
     parameters = PyramidKVAwareParameters
-
-    def observes(self, given: PyramidKVAwareParameters) -> bool:
-        """By attention."""
-        return True
-
-    def rank(self, subject: Subject, given: PyramidKVAwareParameters) -> Generator[Progress, None, Keep]:
-        """Run the question and score every row by its attention."""
-        scored = yield from score_behind(subject, probes.question_ids(subject, self.info.id), given)
-        return lambda count: pyramid_rows(scored, count, given.beta)

@@ -8,20 +8,13 @@ maximum over 7 rows; SnapKV sums, which ranks alike, and has used both 7 with th
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from typing import ClassVar
 
-from kvferry.core.progress import Progress
 from kvferry.core.wire import MethodInfo
 from kvferry.engine.selection import top_rows
-from kvferry.sender.kv import probes
-from kvferry.sender.kv.selecting import Keep, Kept, SelectingMethod, Subject
-from kvferry.sender.kv.window_scores import (
-    BlindWindowParameters,
-    Scored,
-    WindowScoreParameters,
-    score_behind,
-    score_blind,
-)
+from kvferry.sender.kv.selecting import Kept
+from kvferry.sender.kv.window_method import WindowMethod
+from kvferry.sender.kv.window_scores import BlindWindowParameters, Scored, WindowScoreParameters
 
 _SOURCE = "SnapKV, arXiv 2404.14469, FasterDecoding/SnapKV snapkv_utils.py"
 
@@ -31,7 +24,7 @@ def best_rows(scored: Scored, count: int) -> Kept:
     return [top_rows(layer, count, scored.protected) for layer in scored.layers]
 
 
-class SnapKV(SelectingMethod):
+class SnapKV(WindowMethod):
     """Does not know the question. A probe that is no part of the prefix is not sent."""
 
     info = MethodInfo(
@@ -43,20 +36,15 @@ class SnapKV(SelectingMethod):
         source=_SOURCE,
         summary="the rows that a generic instruction looks at most, and their neighbours, per KV head",
     )
-    parameters = BlindWindowParameters
+    parameters: ClassVar[type[WindowScoreParameters]] = BlindWindowParameters
 
-    def observes(self, given: BlindWindowParameters) -> bool:
-        """By attention."""
-        return True
-
-    def rank(self, subject: Subject, given: BlindWindowParameters) -> Generator[Progress, None, Keep]:
-        """Run the window and score every row by its attention."""
-        scored = yield from score_blind(subject, given)
-        return lambda count: best_rows(scored, count)
+    def rows(self, scored: Scored, count: int, given: WindowScoreParameters) -> Kept:
+        """The best ones."""
+        return best_rows(scored, count)
 
 
-class SnapKVAware(SelectingMethod):
-    """Looks with the question's own tokens, the same that the receiver runs behind what is left."""
+class SnapKVAware(SnapKV):
+    """Looks with the question."""
 
     info = MethodInfo(
         id="B5-aware",
@@ -68,12 +56,3 @@ class SnapKVAware(SelectingMethod):
         summary="the rows that the question looks at most, and their neighbours, per KV head",
     )
     parameters = WindowScoreParameters
-
-    def observes(self, given: WindowScoreParameters) -> bool:
-        """By attention."""
-        return True
-
-    def rank(self, subject: Subject, given: WindowScoreParameters) -> Generator[Progress, None, Keep]:
-        """Run the question and score every row by its attention."""
-        scored = yield from score_behind(subject, probes.question_ids(subject, self.info.id), given)
-        return lambda count: best_rows(scored, count)
