@@ -213,10 +213,11 @@ def _attach(
     context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
     probe, cache = rope.probe(model, len(tokenizer))
     layers = tuple(_geometry(layer) for layer in cache)
-    # Proven together, because what is installed is only proven by the second.
     attention = attention_hook.install(model)
-    unsupported = probe.unsupported or _row_bound(model) or _self_test(model, cache)
-    attention = attention or ("" if unsupported else _self_test_ragged(model, cache))
+    unsupported = probe.unsupported or _row_bound(model)
+    if not unsupported:
+        unsupported, hooked = _self_test(model, cache)
+        attention = attention or hooked
     profile = Profile(
         model=identity,
         tokenizer=fingerprint.tokenizer_identity(tokenizer),
@@ -249,26 +250,25 @@ def _row_bound(model: Any) -> str:
     return ""
 
 
-def _self_test(model: Any, cache: list[Any]) -> str:
-    """Compare two tokens on a branch with the same two on the model's own cache. Return what is wrong, or ""."""
+def _self_test(model: Any, cache: list[Any]) -> tuple[str, str]:
+    """Compare two tokens on a branch with the same two on the model's own cache, and with a branch that attends itself.
+
+    Returns:
+        What is wrong with carried caches, and with attention head by head; "" for nothing.
+    """
     prefix = snapshot(cache)
     try:
         carried = forward(model, _SELF_TEST_IDS, prefix.branch(len(_SELF_TEST_IDS)))
     except ModelError as error:
-        return error.message
+        return error.message, ""
     own = model(mx.array([_SELF_TEST_IDS], dtype=mx.uint32), cache=cache)[0]
-    for layer in cache:
-        layer.trim(len(_SELF_TEST_IDS))
-    return _compare(own, carried, "a carried cache")
+    unsupported = _compare(own, carried, "a carried cache")
+    return unsupported, "" if unsupported else _test_ragged(model, prefix, carried)
 
 
-def _self_test_ragged(model: Any, cache: list[Any]) -> str:
-    """Compare a branch that attends head by head with one that mlx-lm attends. Return what is wrong, or ""."""
-    prefix = snapshot(cache)
-    count = len(_SELF_TEST_IDS)
-    plain = forward(model, _SELF_TEST_IDS, prefix.branch(count))
+def _test_ragged(model: Any, prefix: PrefixCache, expected: mx.array) -> str:
     split = PrefixCache(tuple(RaggedLayer(heads_of(layer)) for layer in prefix.layers), prefix.offset)
-    branches = split.branch(count)
+    branches = split.branch(len(_SELF_TEST_IDS))
     try:
         ragged = forward(model, _SELF_TEST_IDS, branches)
     except (ValueError, ModelError) as error:
@@ -276,7 +276,7 @@ def _self_test_ragged(model: Any, cache: list[Any]) -> str:
     for index, branch in enumerate(branches):
         if isinstance(branch, AttendingBranch) and branch.owed:
             return f"layer {index}: its attention does not go through mlx-lm's function"
-    return _compare(plain, ragged, "attention head by head")
+    return _compare(expected, ragged, "attention head by head")
 
 
 def _compare(expected: mx.array, actual: mx.array, what: str) -> str:
