@@ -16,11 +16,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import msgspec
@@ -36,6 +36,7 @@ from kvferry.ablations.records import Record, RecordFile
 from kvferry.ablations.runner import Advance, Skipped
 from kvferry.core.limits import DEFAULT_CHUNK_BYTES
 from kvferry.core.manifest import Model, Scalar
+from kvferry.core.progress import finish
 from kvferry.core.store import ArtifactStore
 from kvferry.engine import model_store
 from kvferry.engine.backend import runtime_versions
@@ -49,7 +50,6 @@ from kvferry.sender.method import Method
 from kvferry.sender.reading import Reading
 
 EXPERIMENT = "methods"
-_Result = TypeVar("_Result")
 
 
 def run(grid: Grid, records: Path, advance: Advance) -> list[Record]:
@@ -145,7 +145,7 @@ class MethodBench:
     def _carry(self, method: Method[Any], parameters: msgspec.Struct, subject: _Subject) -> _Carried:
         """Make an artifact of a prefix, and rebuild the cache from its bytes."""
         reading = self._reading(subject.split.text, subject.document.question)
-        artifact = _drain(self._maker.make(method, reading, parameters))
+        artifact = finish(self._maker.make(method, reading, parameters))
         start = time.perf_counter()
         rebuilt = reconstruct.prefix_cache(artifact.stored.manifest, artifact.stored.sections)
         return _Carried(artifact, rebuilt, _since(start))
@@ -193,7 +193,7 @@ class MethodBench:
         self._residency = Residency(sys.maxsize)
         cut = split(self._loaded.prompt, cell.document.text, cell.model.prefix_tokens, cell.model.continuation_tokens)
         reading = self._reading(cut.text, cell.document.question)
-        dense = _drain(reading.prefill())
+        dense = finish(reading.prefill())
         self._loaded.check_context(dense.offset, len(cut.fed), 1)
         self._subject = _Subject(cell.document, cut, dense, reading.prefill_ms, self._logits(dense, cut.fed))
         return self._subject
@@ -221,12 +221,3 @@ class MethodBench:
 
 def _since(start: float) -> float:
     return (time.perf_counter() - start) * 1000
-
-
-def _drain(steps: Generator[Any, None, _Result]) -> _Result:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: _Result = end.value
-            return result

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from kvferry.ablations.ttft import document
+from kvferry.core.progress import finish
 from kvferry.engine import model_store
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.model import LoadedModel, load
@@ -95,7 +96,7 @@ class _Bench:
         self._residency = Residency(2**33)
         self._text = document(model, tokens)
         self._reading = Reading(model, self._residency, self._text, DEFAULT_SYSTEM, QUESTION)
-        self._dense: PrefixCache = _drain(self._reading.prefill())
+        self._dense: PrefixCache = finish(self._reading.prefill())
         self._probe = probes.instruction_ids(model)
         self._question = model.prompt.fresh(QUESTION)
 
@@ -103,7 +104,7 @@ class _Bench:
         """Return what is measured, in the order of a turn."""
         quarter, pyramid = self._make("B3"), self._make("B6")
         return {
-            "prefill": lambda: _drain(self._model.prefill(self._reading.ids)),
+            "prefill": lambda: finish(self._model.prefill(self._reading.ids)),
             "window forward": lambda: self._run(self._probe, self._dense),
             **{name: lambda name=name: self._make(name) for name in (*SCORE_FREE, *WINDOW)},  # type: ignore[misc]
             "decode, dense": lambda: self._decode(self._dense),
@@ -115,7 +116,7 @@ class _Bench:
     def _make(self, name: str) -> PrefixCache:
         method = registry.find(name)
         given = registry.check_parameters(method, {"budget": KEPT})
-        material = _drain(method.make(self._reading, given))
+        material: Any = finish(method.make(self._reading, given))
         mx.eval(material.cache.arrays)
         cache: PrefixCache = material.cache
         return cache
@@ -127,14 +128,6 @@ class _Bench:
 
     def _run(self, ids: list[int], cache: PrefixCache) -> None:
         mx.eval(self._model.forward(ids, cache.branch(len(ids))))
-
-
-def _drain(steps: Generator[Any, None, Any]) -> Any:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as stop:
-            return stop.value
 
 
 def _time(measure: Callable[[], object]) -> float:

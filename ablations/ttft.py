@@ -21,6 +21,7 @@ from kvferry.cli import processes
 from kvferry.cli.demo import bundled
 from kvferry.client import Client, SendReport
 from kvferry.core.errors import PeerError
+from kvferry.core.progress import finish
 from kvferry.engine import model_store
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.generate import Sampling
@@ -28,7 +29,6 @@ from kvferry.engine.model import LoadedModel, load
 
 LENGTHS = (256, 512, 1024)
 QUESTION = "What is the access code of the north warehouse?"
-ARMS = ("floor", "crossed_warm", "crossed_cold", "mlx_lm_file", "text")
 
 
 @dataclass(frozen=True)
@@ -131,13 +131,7 @@ def document(model: LoadedModel, length: int) -> str:
 
 def _local_caches(bench: _Bench, ids: list[int]) -> tuple[PrefixCache, Path]:
     """Read the prefix here, once for the floor and once for mlx-lm's own file."""
-    steps = bench.model.prefill(ids)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as stop:
-            prefix: PrefixCache = stop.value
-            break
+    prefix = finish(bench.model.prefill(ids))
     cache: list[Any] = make_prompt_cache(bench.model.model)
     bench.model.model(mx.array(ids, dtype=mx.uint32)[None], cache=cache)
     mx.eval([layer.state for layer in cache])

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from kvferry.cli import output
 from kvferry.core.errors import InvalidRequestError
+from kvferry.core.progress import finish
 
 if TYPE_CHECKING:
-    from kvferry.core.progress import Progress
     from kvferry.engine.model import LoadedModel
     from kvferry.sender.calibration.corpus import Corpus
     from kvferry.sender.calibration.qfilters import Request
     from kvferry.sender.calibration.qfilters_file import QFilters
 
-_Result = TypeVar("_Result")
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -92,7 +90,10 @@ def qfilters(
     if bind:
         found, corpus = calibration.bind(model, bind), None
     else:
-        done = _drain(calibration.calibrate(model, contents, request))
+        with output.progress_stages() as bar:
+            done = finish(
+                calibration.calibrate(model, contents, request), lambda step: bar(step.stage, step.done, step.total)
+            )
         found, corpus = done.calibration, done.corpus
     path = folder.save(chosen, found)
     seconds = time.perf_counter() - start
@@ -116,21 +117,6 @@ def _load(source: str, adapter: str, revision: str) -> LoadedModel:
     from kvferry.engine.model import load
 
     return load(str(model_store.resolve(source)), adapter=adapter, revision=revision)
-
-
-def _drain(steps: Generator[Progress, None, _Result]) -> _Result:
-    with output.progress_stages() as bar:
-        return _shown(steps, bar)
-
-
-def _shown(steps: Generator[Progress, None, _Result], bar: Callable[[str, int, int], None]) -> _Result:
-    while True:
-        try:
-            step = next(steps)
-        except StopIteration as end:
-            result: _Result = end.value
-            return result
-        bar(step.stage, step.done, step.total)
 
 
 def shortfalls(request: Request, corpus: Corpus, found: QFilters) -> list[str]:

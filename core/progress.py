@@ -1,8 +1,13 @@
-"""How far a piece of work is."""
+"""How far a piece of work is, and work that is done in steps."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import TypeVar
+
+Step = TypeVar("Step")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -12,3 +17,15 @@ class Progress:
     stage: str
     done: int
     total: int
+
+
+def finish(steps: Generator[Step, None, Result], see: Callable[[Step], object] | None = None) -> Result:
+    """Do work to its end and return what it returns; ``see`` is shown every step."""
+    while True:
+        try:
+            step = next(steps)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+        if see is not None:
+            see(step)

@@ -7,7 +7,6 @@ of that object's digest and the tensor's.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +18,7 @@ import safetensors
 from msgspec import Meta
 from safetensors.numpy import save
 
+from kvferry.core import json_records
 from kvferry.core.digests import digest
 from kvferry.core.errors import ContainerError, InvalidRequestError, StoreError, TooLargeError
 from kvferry.core.limits import MIB
@@ -198,8 +198,8 @@ def _tensor(data: bytes, what: str) -> tuple[dict[str, Any], dict[str, str]]:
 def _metadata(data: bytes, what: str) -> dict[str, str]:
     # The library has checked the header, but hands its metadata out only for files on disk.
     try:
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    except (ValueError, RecursionError) as error:
+        header = json_records.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    except ValueError as error:
         raise ContainerError(f"{what}: header: {error}", field="header") from error
     metadata: dict[str, str] = header.get("__metadata__") or {}
     return metadata
@@ -207,8 +207,8 @@ def _metadata(data: bytes, what: str) -> dict[str, str]:
 
 def _parsed(text: bytes, kind: type[_Kind], what: str) -> _Kind:
     try:
-        return msgspec.json.decode(text, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return json_records.decode(text, kind)
+    except msgspec.MsgspecError as error:
         raise ContainerError(f"{what}: record: {error}", field="record") from error
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
-import numpy as np
 
 from kvferry.core.compat import Profile
 from kvferry.core.progress import Progress
@@ -150,9 +149,3 @@ class SelectingMethod(ABC):
 def every_layer(rows: Sequence[Positions], layers: int) -> Kept:
     """Return the same rows per head for every layer."""
     return [list(rows) for _ in range(layers)]
-
-
-def as_positions(rows: Any) -> Positions:
-    """Return row numbers as int32."""
-    plain: Positions = np.asarray(rows, dtype=np.int32)
-    return plain

@@ -1,4 +1,4 @@
-"""Methods that rank rows by the attention of a window of queries. Who looks is decided here, which rows stay by them."""
+"""Methods that rank rows by a window's attention. Who looks is decided here, which rows stay is up to them."""
 
 from __future__ import annotations
 
