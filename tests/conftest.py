@@ -7,6 +7,8 @@ tiny_model_dir       factory of model directories, as ``mlx_lm.load`` and ``kvfe
 tiny_model           factory of loaded tiny models (``kvferry.engine.model.LoadedModel``)
 random_model         factory of bare mlx-lm models of any architecture, seeded weights, nothing on disk; never shared
 tiny_tokenizer_dir   tokenizer.json and tokenizer_config.json, shared by the tiny models
+masked_logits        function: what a model says on mlx-lm's full cache where rows are masked out, head by head
+*_oracles            the modules of tests/oracles: selector, attention, budget, qfilter, quantisation
 ===================  ===================================================================================================
 
 A tiny model has random weights: it answers with noise, but with the same noise every time, and with noise that depends
@@ -32,8 +34,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import platformdirs
@@ -250,3 +253,49 @@ def tiny_model(tiny_model_dir: TinyModelDir) -> TinyModel:
         return loaded[path]
 
     return build
+
+
+def _oracles(name: str) -> Any:
+    @pytest.fixture(scope="session", name=name)
+    def module() -> ModuleType:
+        from loading import load
+
+        return load(f"oracles/{name}.py")
+
+    return module
+
+
+selector_oracles = _oracles("selector_oracles")
+attention_oracles = _oracles("attention_oracles")
+budget_oracles = _oracles("budget_oracles")
+qfilter_oracles = _oracles("qfilter_oracles")
+quantisation_oracles = _oracles("quantisation_oracles")
+
+
+@pytest.fixture(scope="session")
+def masked_logits() -> Callable[..., Any]:
+    """Return a function: ``masked_logits(model, ids, fresh, kept)`` for an mlx-lm model of llama's structure.
+
+    ``kept`` says for every layer and KV head which rows of ``ids`` are seen. MLX takes masks over query heads.
+    """
+
+    import mlx.core as mx
+    import numpy as np
+    from mlx_lm.models.cache import make_prompt_cache
+
+    def run(model: Any, ids: Sequence[int], fresh: Sequence[int], kept: Any) -> Any:
+        inner = model.model
+        cache = make_prompt_cache(model)
+        model(mx.array([list(ids)]), cache=cache)
+        total, count = len(ids), len(fresh)
+        hidden = inner.embed_tokens(mx.array([list(fresh)]))
+        for layer, layer_cache, rows in zip(inner.layers, cache, kept, strict=True):
+            heads = layer.self_attn.n_heads
+            visible = np.zeros((1, heads, count, total + count), dtype=bool)
+            for head in range(heads):
+                visible[0, head, :, rows[head * len(rows) // heads]] = True
+            visible[..., total:] = np.tril(np.ones((count, count), dtype=bool))
+            hidden = layer(hidden, mx.array(visible), layer_cache)
+        return np.array(inner.embed_tokens.as_linear(inner.norm(hidden))[0])
+
+    return run

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from loading import load
 
 from kvferry.cli.main import main
-
-FAKES = Path(__file__).resolve().parents[1] / "client" / "fake_daemons.py"
 
 
 @pytest.fixture(autouse=True)
@@ -26,14 +22,7 @@ def quiet_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def fakes() -> ModuleType:
     """Return the module of the fake daemons, which lies on no path."""
-    name = "kvferry_fake_daemons"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, FAKES)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    return load("client/fake_daemons.py")
 
 
 @pytest.fixture

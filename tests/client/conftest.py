@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
 import pytest
+from loading import load
 
 from kvferry.client import AsyncAnswerStream, AsyncClient, Client
 
 
 def load_fakes() -> ModuleType:
     """Import fake_daemons.py, which lies on no path."""
-    name = "kvferry_fake_daemons"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("fake_daemons.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    return load("client/fake_daemons.py")
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +43,7 @@ from kvferry.core import addresses, channel, config, rpc, serving, wire
 from kvferry.core.config import ReceiverConfig, SenderConfig
 from kvferry.core.digests import digest
 from kvferry.core.manifest import Scalar
+from kvferry.core.progress import finish
 from kvferry.core.store import ArtifactStore, Stored
 from kvferry.engine import node
 from kvferry.engine.backend import runtime_versions
@@ -420,14 +421,6 @@ def both(pair: Pair, peers: Callable[..., Peers]) -> Peers:
     return peers(pair.sender, pair.receiver)
 
 
-def run_to_end(generator: Generator[Any, None, Any]) -> Any:
-    while True:
-        try:
-            next(generator)
-        except StopIteration as end:
-            return end.value
-
-
 @pytest.fixture
 def artifact(tmp_path: Path) -> Iterator[Callable[..., Stored]]:
     """Return a factory: ``artifact(model, "B1", text, chunk_bytes=1024, **parameters)``."""
@@ -439,7 +432,7 @@ def artifact(tmp_path: Path) -> Iterator[Callable[..., Stored]]:
         maker = ArtifactMaker(model, stores[-1], chunk_bytes, runtime_versions())
         found = registry.find(method)
         reading = Reading(model, Residency(0), text, DEFAULT_SYSTEM, None)
-        stored: Stored = run_to_end(maker.make(found, reading, registry.check_parameters(found, parameters))).stored
+        stored: Stored = finish(maker.make(found, reading, registry.check_parameters(found, parameters))).stored
         return stored
 
     yield make

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.client import Client
 from kvferry.core.errors import InvalidRequestError
+from kvferry.core.progress import finish
 from kvferry.engine.generate import Sampling
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.prompt import DEFAULT_SYSTEM
@@ -38,14 +39,6 @@ def client(
         yield opened
 
 
-def drain(steps: Generator[Any, None, Any]) -> Any:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as stop:
-            return stop.value
-
-
 def parameters(method: Method[Any], **given: Any) -> dict[str, Any]:
     known = set(method.parameters.__struct_fields__)
     budget = {"budget": 48} if "budget" in known else {}
@@ -63,9 +56,9 @@ def test_the_receiver_answers_as_the_sender_would(
     question = QUESTION if method.info.aware else None
     model = tiny_model(**MODEL)
     reading = Reading(model, Residency(2**28), DOCUMENT, DEFAULT_SYSTEM, question)
-    cache = drain(method.make(reading, registry.check_parameters(method, given))).cache
+    cache = finish(method.make(reading, registry.check_parameters(method, given))).cache
     fresh = model.prompt.fresh(QUESTION)
-    expected = drain(model.answer(fresh, cache, cache.offset, Sampling(max_tokens=TOKENS)))
+    expected = finish(model.answer(fresh, cache, cache.offset, Sampling(max_tokens=TOKENS)))
 
     report = client.send(text=DOCUMENT, method=method.info.id, question=question, **given)
     answer = report.ask(QUESTION, max_tokens=TOKENS)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator
-from typing import Any
+from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from kvferry.core.errors import InvalidRequestError, ModelError
+from kvferry.core.progress import finish
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.dense import DenseBranch, DenseLayer
 from kvferry.engine.generate import Answer, Sampling
@@ -20,14 +20,6 @@ DOCUMENT = "The access code of the north warehouse is 4417. " * 3
 QUESTIONS = ("What is the access code?", "Who keeps the keys, and when?")
 
 
-def drain(generator: Generator[Any, None, Any]) -> Any:
-    while True:
-        try:
-            next(generator)
-        except StopIteration as end:
-            return end.value
-
-
 @pytest.fixture(scope="module")
 def model(tiny_model: Callable[..., LoadedModel]) -> LoadedModel:
     return tiny_model("llama", heads=9, kv_heads=3, seed=5)
@@ -35,7 +27,7 @@ def model(tiny_model: Callable[..., LoadedModel]) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def prefix(model: LoadedModel) -> PrefixCache:
-    return drain(model.prefill(model.prompt.prefix(DOCUMENT)))
+    return finish(model.prefill(model.prompt.prefix(DOCUMENT)))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +56,7 @@ def test_questions_do_not_see_each_other(model: LoadedModel, which: str, request
     before = contents(stored)
     first, second = (model.prompt.fresh(question) for question in QUESTIONS)
     sampling = Sampling(max_tokens=20)
-    answers = [drain(model.answer(ids, stored, stored.offset, sampling)) for ids in (first, second, first)]
+    answers = [finish(model.answer(ids, stored, stored.offset, sampling)) for ids in (first, second, first)]
     assert answers[0] == answers[2]
     assert answers[0].token_ids != answers[1].token_ids
     assert contents(stored) == before
@@ -77,7 +69,7 @@ def test_interleaved_answers_are_those_of_each_alone(
     stored: PrefixCache = request.getfixturevalue(which)
     before = contents(stored)
     runs = [(model.prompt.fresh(text), Sampling(max_tokens=16, temperature=0.7, seed=9)) for text in QUESTIONS]
-    alone: list[Answer] = [drain(model.answer(ids, stored, stored.offset, sampling)) for ids, sampling in runs]
+    alone: list[Answer] = [finish(model.answer(ids, stored, stored.offset, sampling)) for ids, sampling in runs]
     together: dict[int, Answer] = {}
     live = dict(enumerate(model.answer(ids, stored, stored.offset, sampling) for ids, sampling in runs))
     while live:

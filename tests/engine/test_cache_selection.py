@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache
 
 from kvferry.core.errors import InvalidRequestError
+from kvferry.core.progress import finish
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.dense import DenseBranch, DenseLayer
 from kvferry.engine.generate import forward
@@ -31,7 +32,10 @@ Kept = list[np.ndarray[Any, Any]]
 class Case:
     """A model, a prefix that it has read, and randomness for the rest."""
 
-    def __init__(self, model: Any, kv_heads: int, ids: list[int], prefix: PrefixCache) -> None:
+    def __init__(
+        self, model: Any, kv_heads: int, ids: list[int], prefix: PrefixCache, masked_logits: Callable[..., Any]
+    ) -> None:
+        self.masked_logits = masked_logits
         self.model = model
         self.kv_heads = kv_heads
         self.ids = ids
@@ -46,14 +50,6 @@ class Case:
         return [
             np.stack([np.sort(self.rng.permutation(TOKENS)[:count]) for _ in range(self.kv_heads)]) for count in counts
         ]
-
-
-def drain(generator: Generator[Any, None, Any]) -> Any:
-    while True:
-        try:
-            next(generator)
-        except StopIteration as end:
-            return end.value
 
 
 @pytest.fixture(scope="module", params=sorted(CASES))
@@ -75,32 +71,18 @@ def read(request: pytest.FixtureRequest, random_model: Callable[..., Any]) -> tu
     }
     model = random_model(config, seed=7)
     ids = [int(token) for token in np.random.default_rng(12).integers(0, VOCABULARY, TOKENS)]
-    return model, kv_heads, ids, drain(prefill(model, ids, 20))
+    return model, kv_heads, ids, finish(prefill(model, ids, 20))
 
 
 @pytest.fixture
-def case(read: tuple[Any, int, list[int], PrefixCache]) -> Case:
-    return Case(*read)
+def case(read: tuple[Any, int, list[int], PrefixCache], masked_logits: Callable[..., Any]) -> Case:
+    return Case(*read, masked_logits)
 
 
 def oracle(case: Case, question: Sequence[int], kept: Kept) -> np.ndarray[Any, Any]:
-    """Run the model's own layers on mlx-lm's full cache, with a mask for every layer and query head.
-
-    MLX takes per-head masks over *query* heads: [1, H, N, T + N].
-    """
-    inner = case.model.model
-    cache = make_prompt_cache(case.model)
-    case.model(mx.array([case.ids]), cache=cache)
-    fresh = len(question)
-    hidden = inner.embed_tokens(mx.array([list(question)]))
-    for layer, layer_cache, rows in zip(inner.layers, cache, kept, strict=True):
-        heads = layer.self_attn.n_heads
-        visible = np.zeros((1, heads, fresh, TOKENS + fresh), dtype=bool)
-        for head in range(heads):
-            visible[0, head, :, rows[head * case.kv_heads // heads]] = True
-        visible[..., TOKENS:] = np.tril(np.ones((fresh, fresh), dtype=bool))
-        hidden = layer(hidden, mx.array(visible), layer_cache)
-    return np.array(inner.embed_tokens.as_linear(inner.norm(hidden))[0])
+    """What the model says on mlx-lm's full cache, the rows that are not kept masked out."""
+    logits: np.ndarray[Any, Any] = case.masked_logits(case.model, case.ids, question, kept)
+    return logits
 
 
 def distance(logits: mx.array, expected: np.ndarray[Any, Any]) -> float:

@@ -15,6 +15,7 @@ import pytest
 from mlx_lm import tokenizer_utils
 
 from kvferry.core.errors import ContextOverflowError, InvalidRequestError, ModelError
+from kvferry.core.progress import finish
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.generate import Answer, Sampling, Token, forward, generate
 from kvferry.engine.model import LoadedModel
@@ -69,11 +70,8 @@ def prefix(loaded: LoadedModel) -> PrefixCache:
 def run(generator: Generator[Any, None, Any]) -> tuple[list[Any], Any]:
     """Return what a generator yields, and what it returns."""
     seen: list[Any] = []
-    while True:
-        try:
-            seen.append(next(generator))
-        except StopIteration as end:
-            return seen, end.value
+    made = finish(generator, seen.append)
+    return seen, made
 
 
 def ask(loaded: LoadedModel, prefix: PrefixCache, **sampling: Any) -> Answer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from kvferry.core.progress import finish
 from kvferry.engine import tensors
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.dense import DenseLayer
@@ -55,14 +56,6 @@ def config_of(case: int) -> dict[str, Any]:
     }
 
 
-def drain(generator: Generator[Any, None, Any]) -> Any:
-    while True:
-        try:
-            next(generator)
-        except StopIteration as end:
-            return end.value
-
-
 def cross(prefix: PrefixCache) -> PrefixCache:
     """Rebuild a cache from bytes alone."""
 
@@ -103,7 +96,7 @@ def test_logits_after_crossing_are_local_logits(case: int, random_model: Callabl
     document = random_ids(rng, max(PREFIX_LENGTHS))
     for length in PREFIX_LENGTHS:
         ids = document[:length]
-        carried = cross(drain(prefill(model, ids, chunk)))
+        carried = cross(finish(prefill(model, ids, chunk)))
         local = local_cache(model, ids, chunk)
         for count in QUESTION_LENGTHS:
             question = random_ids(rng, count)
@@ -120,7 +113,7 @@ def test_half_precision_caches_cross_unchanged(case: int, dtype: str, random_mod
     rng = np.random.default_rng(case)
     document = random_ids(rng, 257)
     for length in (1, 256, 257):
-        carried = cross(drain(prefill(model, document[:length], 128)))
+        carried = cross(finish(prefill(model, document[:length], 128)))
         assert {layer.keys.dtype for layer in carried.layers} == {getattr(mx, dtype)}
         local = local_cache(model, document[:length], 128)
         for count in (1, 5):
@@ -139,7 +132,7 @@ def test_every_step_of_an_answer_is_the_local_one(
     rng = np.random.default_rng(case)
     ids, step = random_ids(rng, length), random_ids(rng, 3)
     # Less room than is used, so that the branch grows between two steps.
-    branch = cross(drain(prefill(model, ids, 256))).branch(5)
+    branch = cross(finish(prefill(model, ids, 256))).branch(5)
     local = local_cache(model, ids, 256)
     answer = []
     for _ in range(9):
@@ -153,7 +146,7 @@ def test_every_step_of_an_answer_is_the_local_one(
 
 def test_one_wrong_bit_in_one_value_shows(random_model: Callable[..., Any]) -> None:
     model = random_model(config_of(1), seed=1)
-    prefix = drain(prefill(model, random_ids(np.random.default_rng(0), 40), 256))
+    prefix = finish(prefill(model, random_ids(np.random.default_rng(0), 40), 256))
     wrong = np.array(prefix.layers[0].values)
     wrong[0, 1, 20, 3] *= -1
     damaged = PrefixCache((DenseLayer(prefix.layers[0].keys, mx.array(wrong)), *prefix.layers[1:]), prefix.offset)

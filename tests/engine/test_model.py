@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 from kvferry.core.compat import LayerGeometry
 from kvferry.core.errors import ModelError
 from kvferry.core.manifest import Quantization
+from kvferry.core.progress import finish
 from kvferry.engine import fingerprint
 from kvferry.engine import model as model_module
 from kvferry.engine.generate import Sampling
@@ -30,14 +31,6 @@ on_cpu = pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="on
 def folder(tiny_model_dir: TinyModelDir, tmp_path: Path) -> Path:
     """A model directory that the test may change."""
     return Path(shutil.copytree(tiny_model_dir(), tmp_path / "model"))
-
-
-def run(generator: Generator[Any, None, Any]) -> Any:
-    while True:
-        try:
-            next(generator)
-        except StopIteration as end:
-            return end.value
 
 
 def edit(path: Path, **changes: Any) -> None:
@@ -107,8 +100,8 @@ def test_quantised_weights(tiny_model_dir: TinyModelDir, random_model: Callable[
 
 def test_a_model_answers(tiny_model: Callable[..., LoadedModel]) -> None:
     model = tiny_model(seed=2)
-    prefix = run(model.prefill(model.prompt.prefix("The code is 4417.")))
-    answer = run(model.answer(model.prompt.fresh("Which code?"), prefix, prefix.offset, Sampling(max_tokens=5)))
+    prefix = finish(model.prefill(model.prompt.prefix("The code is 4417.")))
+    answer = finish(model.answer(model.prompt.fresh("Which code?"), prefix, prefix.offset, Sampling(max_tokens=5)))
     assert len(answer.token_ids) == 5
 
 
@@ -122,8 +115,8 @@ def test_models_with_sliding_windows_load_but_their_cache_cannot_be_kept(tiny_mo
     with pytest.raises(ModelError, match=f"cannot be kept: {reason}"):
         model.prefill(ids)
     # Reading for one answer needs no cache that can be kept.
-    cache = run(model.read(ids))
-    answer = run(model.answer(model.prompt.fresh("Which code?"), cache, len(ids), Sampling(max_tokens=4)))
+    cache = finish(model.read(ids))
+    answer = finish(model.answer(model.prompt.fresh("Which code?"), cache, len(ids), Sampling(max_tokens=4)))
     assert len(answer.token_ids) == 4
 
 

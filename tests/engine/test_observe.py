@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from mlx_lm.models import base
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvferry.core.errors import ModelError
+from kvferry.core.progress import finish
 from kvferry.engine.attention import install
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.observe import replay, window
@@ -61,14 +62,6 @@ class Case:
     ids: list[int]
     queries: list[Array]
     keys: list[Array]
-
-
-def drain(generator: Generator[Any, None, Any]) -> Any:
-    while True:
-        try:
-            next(generator)
-        except StopIteration as end:
-            return end.value
 
 
 def build(random_model: Callable[..., Any], name: str, dtype: str = "float32") -> Case:
@@ -152,7 +145,7 @@ def test_keys_and_queries_can_be_multiplied_as_they_are(case: Case) -> None:
     hidden = case.model.layers[0].input_layernorm(case.model.model.embed_tokens(mx.array([case.ids])))
     expected = np.array(attention(hidden, mask="causal", cache=None)[0])
     shown: list[tuple[Array, Array]] = []
-    drain(replay(case.model, case.ids, 512, lambda layer, start, q, k: shown.append((np.array(q), np.array(k)))))
+    finish(replay(case.model, case.ids, 512, lambda layer, start, q, k: shown.append((np.array(q), np.array(k)))))
     queries, keys = shown[0]
     cache = make_prompt_cache(case.model)
     case.model(mx.array([case.ids]), cache=cache)
@@ -169,7 +162,7 @@ def test_keys_and_queries_can_be_multiplied_as_they_are(case: Case) -> None:
 
 
 def test_a_window_shows_its_own_tokens(case: Case) -> None:
-    cache = drain(prefill(case.model, case.ids[:-WINDOW], 20))
+    cache = finish(prefill(case.model, case.ids[:-WINDOW], 20))
     seen = window(case.model, cache, case.ids[-WINDOW:])
     assert len(seen) == LAYERS
     for layer, found in enumerate(seen):
@@ -179,13 +172,13 @@ def test_a_window_shows_its_own_tokens(case: Case) -> None:
 
 
 def test_a_window_of_one_token(case: Case) -> None:
-    cache = drain(prefill(case.model, case.ids[:-1], 20))
+    cache = finish(prefill(case.model, case.ids[:-1], 20))
     found = window(case.model, cache, case.ids[-1:])[2]
     assert apart(np.array(found.queries), case.queries[2][:, -1:]) < 1e-5
 
 
 def test_a_window_changes_nothing(llama: Case) -> None:
-    cache: PrefixCache = drain(prefill(llama.model, llama.ids, 20))
+    cache: PrefixCache = finish(prefill(llama.model, llama.ids, 20))
     before = [np.array(array) for array in cache.arrays]
     logits = np.array(llama.model(mx.array([[3, 4]]), cache=cache.branch(2)))
     window(llama.model, cache, [5, 6, 7])
@@ -196,7 +189,7 @@ def test_a_window_changes_nothing(llama: Case) -> None:
 
 def test_logits_are_not_computed(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are none of what is shown, and cost as much as several layers of a small model."""
-    cache: PrefixCache = drain(prefill(llama.model, llama.ids, 20))
+    cache: PrefixCache = finish(prefill(llama.model, llama.ids, 20))
     widths: set[int] = set()
     real = mx.eval
 
@@ -206,13 +199,13 @@ def test_logits_are_not_computed(llama: Case, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(mx, "eval", evaluate)
     window(llama.model, cache, [5, 6])
-    drain(replay(llama.model, llama.ids, 20, lambda *shown: None))
+    finish(replay(llama.model, llama.ids, 20, lambda *shown: None))
     assert widths == {WIDTH}
 
 
 def test_a_window_behind_selected_rows_stands_at_its_true_positions(llama: Case) -> None:
     """The first layer's queries depend on nothing but tokens and positions."""
-    cache = drain(prefill(llama.model, llama.ids[:-WINDOW], 20))
+    cache = finish(prefill(llama.model, llama.ids[:-WINDOW], 20))
     rows = mx.array([[0, 1, 5, 30]] * 3, dtype=mx.int32)
     seen = window(llama.model, cache.select([rows] * LAYERS), llama.ids[-WINDOW:])
     assert apart(np.array(seen[0].queries), llama.queries[0][:, -WINDOW:]) < 1e-5
@@ -235,13 +228,13 @@ def unhook(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_that_attends_on_its_own_is_refused(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = drain(prefill(llama.model, llama.ids, 20))
+    cache = finish(prefill(llama.model, llama.ids, 20))
     unhook(llama, monkeypatch)
     with pytest.raises(ModelError, match="^layer 0: its queries were not seen"):
         window(llama.model, cache, [5, 6])
     calls: list[int] = []
     with pytest.raises(ModelError, match="^attention: a layer's queries were not seen"):
-        drain(replay(llama.model, llama.ids, 20, lambda layer, start, q, k: calls.append(layer)))
+        finish(replay(llama.model, llama.ids, 20, lambda layer, start, q, k: calls.append(layer)))
     assert calls == []
 
 
@@ -257,12 +250,12 @@ def test_a_layer_that_attends_on_its_own_is_refused(random_model: Callable[..., 
     case = build(random_model, "llama-9-3")
     case.model.layers[1].self_attn = Deaf()
     with pytest.raises(ModelError, match="^attention: a layer's queries were not seen"):
-        drain(replay(case.model, case.ids, 20, lambda *shown: None))
+        finish(replay(case.model, case.ids, 20, lambda *shown: None))
 
 
 @pytest.mark.parametrize("form", ["packed", "ragged"])
 def test_only_dense_rows_can_be_observed(llama: Case, form: str) -> None:
-    cache = drain(prefill(llama.model, llama.ids, 20))
+    cache = finish(prefill(llama.model, llama.ids, 20))
     if form == "packed":
         made = quantise(cache, Scheme(Width(8, 32), Width(8, 32)))
     else:
@@ -293,9 +286,9 @@ def test_queries_carry_the_scale_of_a_model_that_scales_its_attention_otherwise(
     for model in (plain, other):
         install(model)
         seen: list[Array] = []
-        cache = drain(prefill(model, ids, TOKENS))
+        cache = finish(prefill(model, ids, TOKENS))
         seen.append(np.array(window(model, cache, [5, 6])[0].queries))
-        drain(replay(model, ids, TOKENS, lambda layer, _start, queries, _keys, to=seen: to.append(np.array(queries))))
+        finish(replay(model, ids, TOKENS, lambda layer, _start, queries, _keys, to=seen: to.append(np.array(queries))))
         shown.append(seen[:2])
     for before, after in zip(*shown, strict=True):
         np.testing.assert_allclose(after, before * 0.25 * WIDTH**0.5, rtol=1e-5)

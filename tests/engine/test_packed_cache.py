@@ -7,7 +7,7 @@ of the unpacked rows.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.errors import InvalidRequestError, ModelError
+from kvferry.core.progress import finish
 from kvferry.engine.cache import PrefixCache, frozen
 from kvferry.engine.dense import DenseLayer
 from kvferry.engine.model import LoadedModel
@@ -38,14 +39,6 @@ SCHEMES = {
     "KIVI 4": Scheme(Width(4, 64, "channel"), Width(4, 32), "minmax", 64),
 }
 by_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
-
-
-def drain(generator: Generator[Any, None, Any]) -> Any:
-    while True:
-        try:
-            next(generator)
-        except StopIteration as end:
-            return end.value
 
 
 def normal(rng: np.random.Generator, *shape: int) -> mx.array:
@@ -201,7 +194,7 @@ def model(request: pytest.FixtureRequest, tiny_model: Callable[..., LoadedModel]
 
 @pytest.fixture(scope="module")
 def prefix(model: LoadedModel) -> PrefixCache:
-    made: PrefixCache = drain(model.prefill([(7 * step + 3) % 370 for step in range(150)]))
+    made: PrefixCache = finish(model.prefill([(7 * step + 3) % 370 for step in range(150)]))
     return made
 
 

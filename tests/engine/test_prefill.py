@@ -14,6 +14,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from kvferry.core.errors import ContextOverflowError, ModelError
+from kvferry.core.progress import finish
 from kvferry.engine import prefill as prefill_module
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.generate import forward
@@ -36,11 +37,8 @@ def model(loaded: LoadedModel) -> Any:
 def run(generator: Generator[Any, None, Any]) -> tuple[list[Any], Any]:
     """Return what a generator yields, and what it returns."""
     seen: list[Any] = []
-    while True:
-        try:
-            seen.append(next(generator))
-        except StopIteration as end:
-            return seen, end.value
+    made = finish(generator, seen.append)
+    return seen, made
 
 
 @pytest.mark.parametrize(

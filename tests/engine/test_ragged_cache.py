@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.errors import InvalidRequestError, ModelError
+from kvferry.core.progress import finish
 from kvferry.engine.cache import PrefixCache, frozen
 from kvferry.engine.dense import DenseLayer
 from kvferry.engine.generate import forward
@@ -46,14 +47,6 @@ class Case:
         return forward(self.model, ids, cache.branch(len(ids)))
 
 
-def drain(generator: Generator[Any, None, Any]) -> Any:
-    while True:
-        try:
-            next(generator)
-        except StopIteration as end:
-            return end.value
-
-
 @pytest.fixture(scope="module", params=sorted(CASES))
 def read(request: pytest.FixtureRequest, random_model: Callable[..., Any]) -> tuple[Any, int, list[int], PrefixCache]:
     from kvferry.engine.attention import install
@@ -78,7 +71,7 @@ def read(request: pytest.FixtureRequest, random_model: Callable[..., Any]) -> tu
     )
     assert install(model) == ""
     ids = [int(token) for token in np.random.default_rng(12).integers(0, VOCABULARY, TOKENS)]
-    return model, kv_heads, ids, drain(prefill(model, ids, 20))
+    return model, kv_heads, ids, finish(prefill(model, ids, 20))
 
 
 @pytest.fixture

@@ -10,18 +10,15 @@ KVFERRY_FUZZ_SEED=n draws other values in the long run; the short one is the sam
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
+from loading import load
 
 # Read before the fixture that takes such variables away.
 SEED = int(os.environ.get("KVFERRY_FUZZ_SEED", "0"))
@@ -78,18 +75,7 @@ def fuzz(request: pytest.FixtureRequest) -> Fuzz:
     return run
 
 
-def load(path: Path, name: str) -> ModuleType:
-    """Import a file that lies on no path."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-_core = load(Path(__file__).parents[1] / "core" / "conftest.py", "kvferry_core_samples")
+_core = load("core/conftest.py")
 kv_example, text_example, zstd_example = _core.kv_example, _core.text_example, _core.zstd_example
 packed_example, describe, profile_of = _core.packed_example, _core.describe, _core.profile_of
 in_memory = _core.in_memory

@@ -25,6 +25,7 @@ import kvferry.engine  # noqa: F401  (a real BLAS, before MLX)
 from kvferry.core.ledger import Ledger, SenderAccount, to_json
 from kvferry.core.manifest import Scalar
 from kvferry.core.metrics import ReceiverMetrics
+from kvferry.core.progress import finish
 from kvferry.core.store import ArtifactStore, Stored
 from kvferry.engine.backend import runtime_versions
 from kvferry.engine.generate import Answer, Sampling, Token
@@ -41,17 +42,9 @@ ACCOUNT = SenderAccount(77, 1000, 1.5, 2.5, 3.5, 4.5)
 CONTROL = 7
 
 
-def run_to_end(generator: Generator[Any, None, Any]) -> Any:
-    while True:
-        try:
-            next(generator)
-        except StopIteration as end:
-            return end.value
-
-
 @pytest.fixture(scope="session")
 def drain() -> Callable[[Generator[Any, None, Any]], Any]:
-    return run_to_end
+    return finish
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,7 @@ class Bench:
         return self.intake.commit(artifact.artifact_id, to_json(account), CONTROL)
 
     def prepare(self, stored: Stored) -> Preparation:
-        prepared = run_to_end(self.answerer.prepare(stored))
+        prepared = finish(self.answerer.prepare(stored))
         assert isinstance(prepared, Preparation)
         return prepared
 
@@ -84,7 +77,7 @@ class Bench:
         return self.answerer.answer(stored, question, Sampling(max_tokens), account)
 
     def ask(self, stored: Stored, question: str, max_tokens: int = 6) -> tuple[Answer, Ledger]:
-        answer, ledger = run_to_end(self.start(stored, question, max_tokens))
+        answer, ledger = finish(self.start(stored, question, max_tokens))
         return answer, ledger
 
 
@@ -115,7 +108,7 @@ def artifact(tmp_path: Path) -> Iterator[Callable[..., Stored]]:
         maker = ArtifactMaker(model, stores[-1], 1024, runtime_versions())
         found = registry.find(method)
         reading = Reading(model, Residency(0), text, system, None)
-        made = run_to_end(maker.make(found, reading, registry.check_parameters(found, parameters)))
+        made = finish(maker.make(found, reading, registry.check_parameters(found, parameters)))
         stored: Stored = made.stored
         return stored
 

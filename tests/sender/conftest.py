@@ -6,7 +6,6 @@ workshop     factory: an ArtifactMaker with a store, a residency and a residency
 calibrated   function: calibrates a model in that way, for tests that do without a workshop
 drain        run a generator to its end and return its result
 asked        function: what every layer of a model asks while it reads, as its rotary modules make it
-*_oracles    modules of tests/oracles: qfilter, selector, attention and budget
 text_documents  the module of tests/text_documents: documents of every kind, written and made
 stored       an artifact of a few dozen chunks
 road         a transfer of that artifact to a receiver that does what a test tells it to
@@ -17,8 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
-import sys
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +27,7 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 import pytest
+from loading import load
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -40,7 +38,7 @@ from kvferry.core.digests import digest
 from kvferry.core.ledger import SenderAccount, account_from_json
 from kvferry.core.manifest import Scalar
 from kvferry.core.metrics import SenderMetrics
-from kvferry.core.progress import Progress
+from kvferry.core.progress import Progress, finish
 from kvferry.core.store import ArtifactStore, Stored
 from kvferry.engine.backend import runtime_versions
 from kvferry.engine.model import LoadedModel
@@ -59,17 +57,9 @@ ACCOUNT = SenderAccount(10, 20, 1.0, 2.0, 3.0, 0.0)
 Hook = Callable[[Any, int], Any]
 
 
-def run_to_end(generator: Generator[Any, None, Any]) -> Any:
-    while True:
-        try:
-            next(generator)
-        except StopIteration as end:
-            return end.value
-
-
 @pytest.fixture(scope="session")
 def drain() -> Callable[[Generator[Any, None, Any]], Any]:
-    return run_to_end
+    return finish
 
 
 @dataclass(frozen=True)
@@ -92,7 +82,7 @@ class Workshop:
         return self.maker.make(found, reading, registry.check_parameters(found, parameters))
 
     def make(self, method: str, text: str, system: str = DEFAULT_SYSTEM, **parameters: Scalar) -> Artifact:
-        artifact = run_to_end(self.steps(method, text, system, **parameters))
+        artifact = finish(self.steps(method, text, system, **parameters))
         assert isinstance(artifact, Artifact)
         return artifact
 
@@ -110,41 +100,9 @@ def calibrate(model: LoadedModel) -> None:
         folder.save(name, QFilters(record, filters))
 
 
-def _oracles(name: str, folder: str = "oracles") -> ModuleType:
-    """Return a module of tests/oracles or another folder, which lies on no path."""
-    known = f"kvferry_{name}"
-    if known not in sys.modules:
-        spec = importlib.util.spec_from_file_location(known, Path(__file__).parents[1] / folder / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[known] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[known])
-    return sys.modules[known]
-
-
-@pytest.fixture(scope="session")
-def qfilter_oracles() -> ModuleType:
-    return _oracles("qfilter_oracles")
-
-
-@pytest.fixture(scope="session")
-def selector_oracles() -> ModuleType:
-    return _oracles("selector_oracles")
-
-
-@pytest.fixture(scope="session")
-def attention_oracles() -> ModuleType:
-    return _oracles("attention_oracles")
-
-
-@pytest.fixture(scope="session")
-def budget_oracles() -> ModuleType:
-    return _oracles("budget_oracles")
-
-
 @pytest.fixture(scope="session")
 def text_documents() -> ModuleType:
-    return _oracles("documents", "text_documents")
+    return load("text_documents/documents.py")
 
 
 class RotaryRecorder(nn.Module):

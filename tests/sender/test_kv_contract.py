@@ -5,7 +5,7 @@ Oracle for the logits: the model's own layers on mlx-lm's full cache, the droppe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,6 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 from kvferry.core.errors import InvalidRequestError, ModelError
 from kvferry.engine.cache import PrefixCache, frozen
@@ -78,24 +77,6 @@ def head_positions(cache: PrefixCache) -> list[list[np.ndarray[Any, Any]]]:
     return found
 
 
-def masked(
-    model: LoadedModel, ids: Sequence[int], fresh: Sequence[int], kept: list[list[np.ndarray[Any, Any]]]
-) -> np.ndarray[Any, Any]:
-    inner = model.model.model
-    cache = make_prompt_cache(model.model)
-    model.model(mx.array([list(ids)]), cache=cache)
-    total, count = len(ids), len(fresh)
-    hidden = inner.embed_tokens(mx.array([list(fresh)]))
-    for layer, layer_cache, rows in zip(inner.layers, cache, kept, strict=True):
-        heads = layer.self_attn.n_heads
-        visible = np.zeros((1, heads, count, total + count), dtype=bool)
-        for head in range(heads):
-            visible[0, head, :, rows[head * len(rows) // heads]] = True
-        visible[..., total:] = np.tril(np.ones((count, count), dtype=bool))
-        hidden = layer(hidden, mx.array(visible), layer_cache)
-    return np.array(inner.embed_tokens.as_linear(inner.norm(hidden))[0])
-
-
 def distance(logits: mx.array, expected: np.ndarray[Any, Any]) -> float:
     return float(np.abs(np.array(logits) - expected).max() / np.abs(expected).max())
 
@@ -128,14 +109,14 @@ def test_rows_are_sorted_unique_and_within_the_budget(
 
 @each
 def test_logits_are_those_of_the_full_cache_with_the_rows_masked(
-    method: SelectingMethod, made: Callable[..., PrefixCache], model: LoadedModel
+    method: SelectingMethod, made: Callable[..., PrefixCache], model: LoadedModel, masked_logits: Callable[..., Any]
 ) -> None:
     if method.info.id in RENUMBERING or method.info.id == "B9":
         pytest.skip("not a plain selection: see the tests of renumbering and of packing")
     cache = made(method)
     fresh = model.prompt.fresh(QUESTION)
     logits = model.forward(fresh, cache.branch(len(fresh)))
-    assert distance(logits, masked(model, ids_of(model), fresh, head_positions(cache))) <= TOLERANCE
+    assert distance(logits, masked_logits(model.model, ids_of(model), fresh, head_positions(cache))) <= TOLERANCE
 
 
 @each

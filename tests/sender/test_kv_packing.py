@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from loading import load
 
 from kvferry.core.compat import LayerGeometry
 from kvferry.core.errors import InvalidRequestError, ModelError
@@ -25,20 +24,7 @@ from kvferry.sender.kv import parameters
 TEXT = "The access code of the north warehouse is 4417. The ferry carries eleven crates of paper at dawn. " * 4
 
 
-def load(path: Path, name: str) -> ModuleType:
-    import importlib.util
-    import sys
-
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-oracles = load(Path(__file__).parents[1] / "oracles" / "quantisation_oracles.py", "kvferry_quantisation_oracles")
+oracles = load("oracles/quantisation_oracles.py")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.core.digests import digest
 from kvferry.core.errors import ModelError
-from kvferry.core.progress import Progress
+from kvferry.core.progress import Progress, finish
 from kvferry.engine.model import LoadedModel, load
 
 DOCUMENT = "The south warehouse opens at 7:30. Größe: 12 m². " * 6
@@ -25,11 +25,8 @@ def progress_of(reading: Any) -> tuple[list[Progress], Any]:
     """Read a document and return its progress with the cache."""
     steps = reading.prefill()
     seen: list[Progress] = []
-    while True:
-        try:
-            seen.append(next(steps))
-        except StopIteration as end:
-            return seen, end.value
+    made = finish(steps, seen.append)
+    return seen, made
 
 
 def test_the_document_is_described_by_its_bytes_and_characters(

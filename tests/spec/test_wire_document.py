@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from loading import load
 
 from kvferry.core import container
 from kvferry.core.container import header, raw_section, write_payload
@@ -31,13 +31,7 @@ TEXT = "Gate 7 opens at 06:40; gate 1 does not. Ключ 🗝 in room 208.\r\n" 
 
 @pytest.fixture(scope="module")
 def reader() -> ModuleType:
-    path = Path(__file__).with_name("wire_reader.py")
-    spec = importlib.util.spec_from_file_location("wire_reader", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("spec/wire_reader.py")
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 import pytest
+from loading import load
 
 from kvferry.core import container
 from kvferry.core.errors import ContainerError, IntegrityError
@@ -70,25 +69,14 @@ CASES: dict[str, tuple[str, Scheme | None]] = {
 every_case = pytest.mark.parametrize("case", CASES)
 
 
-def load(path: Path, name: str) -> ModuleType:
-    """Import a file that lies on no path."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
 @pytest.fixture(scope="module")
 def reader() -> ModuleType:
-    return load(HERE / "wire_reader.py", "kvferry_wire_reader")
+    return load("spec/wire_reader.py")
 
 
 @pytest.fixture(scope="module")
 def samples() -> ModuleType:
-    return load(HERE.parent / "core" / "conftest.py", "kvferry_core_samples")
+    return load("core/conftest.py")
 
 
 def dense_cache(dtype: str) -> PrefixCache:
