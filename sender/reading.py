@@ -19,6 +19,17 @@ from kvferry.engine.residency import Residency
 Read = TypeVar("Read")
 
 
+def asked(question: str | None, method: str) -> str:
+    """Return the question, for a method that works on it.
+
+    Raises:
+        InvalidRequestError: when there is none.
+    """
+    if not question:
+        raise InvalidRequestError(f"question: method {method} needs the question", field="question", method=method)
+    return question
+
+
 class Reading:
     """What a method works on. Use from the worker thread.
 
@@ -86,14 +97,8 @@ class Reading:
         return (yield from self._timed(self.model.read(ids), len(ids)))
 
     def asked(self, method: str) -> str:
-        """Return the question, for a method that works on it.
-
-        Raises:
-            InvalidRequestError: when there is none.
-        """
-        if not self.question:
-            raise InvalidRequestError(f"question: method {method} needs the question", field="question", method=method)
-        return self.question
+        """Return the question; see ``asked``."""
+        return asked(self.question, method)
 
     def _timed(self, steps: Generator[int, None, Read], total: int) -> Generator[Progress, None, Read]:
         try:

@@ -34,7 +34,7 @@ from kvferry.sender import registry
 from kvferry.sender.artifacts import Artifact, ArtifactMaker
 from kvferry.sender.documents import DocumentStore
 from kvferry.sender.method import Method, NoParameters
-from kvferry.sender.reading import Reading
+from kvferry.sender.reading import Reading, asked
 from kvferry.sender.registry import FALLBACK_METHOD
 from kvferry.sender.transfer import Transfer
 
@@ -118,8 +118,8 @@ class SenderServicer(pb_grpc.SenderServiceServicer):
         configured = addresses.parse_receiver(parts.config.receiver, "receiver")
         # Read anew for every send, so that a token can be replaced while the daemon runs.
         reached = security.for_peer(parts.config, receiver, configured)
-        if method.info.aware and not start.question:
-            raise InvalidRequestError(f"question: method {method.info.id} needs the question", field="question")
+        if method.info.aware:
+            asked(start.question, method.info.id)
         await asyncio.to_thread(parts.documents.keep, text.encode("utf-8"))
         system = start.system if start.HasField("system") else DEFAULT_SYSTEM
         reading = partial(Reading, parts.model, parts.residency, text, system, start.question or None)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from itertools import cycle, islice
 
-from kvferry.core.errors import InvalidRequestError
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.dense import DenseLayer
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.observe import Window, window
 from kvferry.sender.kv.selecting import Subject
+from kvferry.sender.reading import asked
 
 INSTRUCTION = (
     "\n\nRead the document above with care. You will be asked about its names, numbers, dates, places and codes, "
@@ -35,9 +35,7 @@ def question_ids(subject: Subject, method: str) -> list[int]:
     Raises:
         InvalidRequestError: when the request has no question.
     """
-    if not subject.question:
-        raise InvalidRequestError(f"question: method {method} needs the question", field="question")
-    return subject.model.prompt.fresh(subject.question)
+    return subject.model.prompt.fresh(asked(subject.question, method))
 
 
 def behind(subject: Subject, ids: list[int]) -> list[Window]:
