@@ -123,9 +123,6 @@ def refusal(verdict: Verdict) -> RefusedError:
 
 
 def _reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:
-    if manifest.form in ("evidence", "references"):
-        yield Reason(ReasonCode.UNKNOWN_METHOD, "form", manifest.form, "text, kv")
-        return
     if manifest.form == "kv":
         yield from _model_reasons(manifest, receiver)
         yield from _tokenizer_reasons(manifest, receiver)

@@ -30,6 +30,8 @@ ENDS = "document.ends"
 EXCERPTS = "document.excerpts"
 SUMMARY = "document.summary"
 SPANS = "document.spans"
+EVIDENCE = "document.evidence"
+REFERENCES = "document.references"
 SHORTENED = (ENDS, EXCERPTS, SUMMARY)
 """What may stand in the place of the document's text; ``SPANS`` says then which passages are the document's."""
 _HEADER_ALIGNMENT = 8

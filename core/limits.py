@@ -35,6 +35,11 @@ MAX_QUESTION_BYTES = 256 * KIB
 MAX_TEXT_SPANS = 1024 * KIB
 """Most passages that a shortened text is made of: a sixty-fourth of the longest document's bytes."""
 
+MAX_FACTS = 4096
+"""Most facts, references, notes or places of a fact in one message of evidence."""
+MAX_FACT_CHARACTERS = 4096
+"""Longest text in a message of evidence, in code points."""
+
 MAX_SPANS = 64
 MAX_SPAN_BYTES = MIB
 """Most text that one FetchSpans answer carries."""

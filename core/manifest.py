@@ -28,6 +28,7 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 Positive = Annotated[int, Meta(ge=1, le=2**53)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 Form = Literal["text", "evidence", "references", "kv"]
+Consume = Literal["inject", "prefill", "prefill_once", "look_up"]
 Dtype = Literal["U8", "I32", "U32", "F16", "BF16", "F32"]
 Scalar = int | float | str | bool | None
 Item = TypeVar("Item")
@@ -138,14 +139,14 @@ class LayerLayout(_Group, frozen=True):
 class Method(_Group, frozen=True):
     """How the artifact was made. ``consume`` is what the receiver does with it.
 
-    "inject": rebuild the cache from the payload; "prefill": read the text for every question; "prefill_once": read the
-    text once, then branch.
+    "inject": rebuild the cache from the payload; "prefill": read the material for every question; "prefill_once": read
+    the text once, then branch; "look_up": have the sender send passages for every question, and read those.
     """
 
     id: Name
     label: Literal["official", "faithful", "adapted", "inspired", "custom"]
     aware: bool
-    consume: Literal["inject", "prefill", "prefill_once"]
+    consume: Consume
     params: Annotated[dict[str, Scalar], Meta(max_length=limits.MAX_PARAMETERS)]
     seed: Count | None
     calibration: Many[Digest]
@@ -252,6 +253,12 @@ class _Versioned(msgspec.Struct):
     version: msgspec.Raw = msgspec.Raw(b"\xc0")
 
 
+_CONSUMED: dict[Form, tuple[Consume, ...]] = {
+    "text": ("prefill", "prefill_once"),
+    "evidence": ("prefill",),
+    "references": ("look_up",),
+    "kv": ("inject",),
+}
 _KV_GROUPS = ("model", "tokenizer", "prefix", "positions", "layout", "parity")
 
 
@@ -381,7 +388,7 @@ def _check_groups(manifest: Manifest) -> None:
             )
     if manifest.mapper is not None and not needed:
         raise ManifestError(f"mapper: a {manifest.form} artifact must not have this group", field="mapper")
-    if needed != (manifest.method.consume == "inject"):
+    if manifest.method.consume not in _CONSUMED[manifest.form]:
         raise ManifestError(
             f"method.consume: {manifest.method.consume!r} does not fit the form {manifest.form!r}",
             field="method.consume",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvferry.core import container, layout, limits, probe, spans
 from kvferry.core.digests import DIGEST_BYTES, digest
 from kvferry.core.errors import ContainerError, IntegrityError, ManifestError, TooLargeError
-from kvferry.core.manifest import DTYPE_BYTES, Manifest, Payload, Section
+from kvferry.core.manifest import DTYPE_BYTES, Form, Manifest, Payload, Section
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _contradiction(field: str, stated: bytes, implied: bytes) -> ManifestError:
 
 def _check_form(manifest: Manifest) -> None:
     if manifest.form != "kv":
-        _check_text_sections(manifest)
+        _check_message_sections(manifest)
         return
     expected = tuple(layout.sections(manifest))
     actual = tuple(layout.Expected(section.name, section.dtype, section.shape) for section in manifest.sections)
@@ -202,15 +202,13 @@ def _shown(section: object) -> str:
     return str(tuple(section)) if isinstance(section, tuple) else str(section)
 
 
-def _check_text_sections(manifest: Manifest) -> None:
+def _check_message_sections(manifest: Manifest) -> None:
     names = [section.name for section in manifest.sections]
-    shortened = [[container.SYSTEM, kind, container.SPANS] for kind in container.SHORTENED]
-    if names not in ([container.SYSTEM], [container.SYSTEM, container.TEXT], *shortened):
+    allowed = _message_sections(manifest.form)
+    if names not in allowed:
+        listed = "; ".join(", ".join(one) for one in allowed)
         raise ManifestError(
-            f"sections: {names}, but a text artifact holds {container.SYSTEM} and at most {container.TEXT}, or in its "
-            f"place one of {', '.join(container.SHORTENED)} with {container.SPANS}",
-            field="sections",
-            value=str(names),
+            f"sections: {', '.join(names)}, but {manifest.form} is one of: {listed}", field="sections", value=str(names)
         )
     for section in manifest.sections:
         if section.name == container.SPANS:
@@ -228,6 +226,16 @@ def _check_text_sections(manifest: Manifest) -> None:
                 value=size,
                 limit=limits.MAX_DOCUMENT_BYTES,
             )
+
+
+def _message_sections(form: Form) -> list[list[str]]:
+    """Return what the sections of an artifact without a cache may be."""
+    if form == "evidence":
+        return [[container.SYSTEM, container.EVIDENCE]]
+    if form == "references":
+        return [[container.SYSTEM, container.REFERENCES]]
+    shortened = ([container.SYSTEM, kind, container.SPANS] for kind in container.SHORTENED)
+    return [[container.SYSTEM], [container.SYSTEM, container.TEXT], *shortened]
 
 
 def _check_spans_section(section: Section) -> None:

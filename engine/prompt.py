@@ -21,9 +21,10 @@ from jinja2 import TemplateError
 
 from kvferry.core import container
 from kvferry.core.errors import ModelError
+from kvferry.core.evidence import Evidence
 from kvferry.engine.content import ContentEncoder
 
-PROMPT_VERSION = 2
+PROMPT_VERSION = 3
 """Changes whenever the texts below or their order change."""
 
 DEFAULT_SYSTEM = (
@@ -36,6 +37,7 @@ LABELS: Mapping[str, str] = MappingProxyType(
         container.ENDS: "Beginning and end of the document",
         container.EXCERPTS: "Excerpts from the document",
         container.SUMMARY: "Summary of the document",
+        container.EVIDENCE: "Facts from the document",
     }
 )
 """What the receiver's model is told about its material, by the name of the section that holds it."""
@@ -51,10 +53,37 @@ SUMMARY_AWARE = (
 )
 """The question follows."""
 
+EVIDENCE_SYSTEM = "You list the facts of a document for a reader who cannot see it. Use only what the document says."
+_EVIDENCE_SHAPE = (
+    'Write JSON: {"facts": [{"entity": "...", "attribute": "...", "value": "...", "quote": "..."}], '
+    '"notes": [], "unknowns": []}. Each quote is copied from the document word for word and holds the value.'
+)
+EVIDENCE_BLIND = f"List the facts of the document: names, codes, numbers, dates and negations. {_EVIDENCE_SHAPE}"
+EVIDENCE_AWARE = f"List the facts of the document that answer the question. {_EVIDENCE_SHAPE}\n\nQuestion: "
+"""The question follows."""
+UNCONFIRMED = " (not confirmed)"
+"""Behind a fact whose quote is not the document's, or does not hold its value."""
+
 _BEFORE_DOCUMENT = "Document:\n"
 _BEFORE_TASK = "\n\n"
 _BEFORE_QUESTION = "\n\nQuestion: "
 _SYSTEM_MARK, _DOCUMENT_MARK, _QUESTION_MARK = "\ue0001\ue000", "\ue0002\ue000", "\ue0003\ue000"
+
+
+def evidence_text(evidence: Evidence) -> str:
+    """Return the material that a reader's model sees of evidence: one line a fact, a note and an unknown."""
+    facts = (
+        f"{_line(fact.entity)} - {_line(fact.attribute)}: {_line(fact.value)}{'' if fact.confirmed else UNCONFIRMED}"
+        for fact in evidence.facts
+    )
+    notes = (f"Note: {_line(note)}" for note in evidence.notes)
+    unknowns = (f"The document does not say: {_line(unknown)}" for unknown in evidence.unknowns)
+    return "\n".join([*facts, *notes, *unknowns])
+
+
+def _line(text: str) -> str:
+    """Return a text on one line: what a model wrote in a value must not look like a fact of its own."""
+    return " ".join(text.split())
 
 
 @dataclass(frozen=True)

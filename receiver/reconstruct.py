@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvferry.core import container, spans
+from kvferry.core import container, evidence, spans
 from kvferry.core.digests import digest
 from kvferry.core.errors import ContainerError
+from kvferry.core.evidence import References
 from kvferry.core.layout import Tensor, layer_sections, tensors
 from kvferry.core.manifest import Dtype, Encoding, LayerLayout, Manifest
 from kvferry.core.payloads import Sections
@@ -18,18 +19,19 @@ from kvferry.engine.dense import DenseLayer
 from kvferry.engine.layers import Layer
 from kvferry.engine.packed import PackedLayer, PackedTensor
 from kvferry.engine.packing import Packed
+from kvferry.engine.prompt import evidence_text
 from kvferry.engine.ragged import RaggedLayer
 from kvferry.engine.tensors import from_bytes
 
 
 @dataclass(frozen=True)
 class Message:
-    """The text of a text artifact.
+    """What an artifact without a cache gives the receiver's model to read.
 
     Attributes:
         system: the system prompt.
         text: the material, "" when nothing was sent.
-        kind: what the material is: the name of its section.
+        kind: what the material is: the name of its section, a key of ``engine.prompt.LABELS``.
         spans: which passages of a shortened document are the document's own; empty for the document itself.
     """
 
@@ -40,17 +42,16 @@ class Message:
 
 
 def message(manifest: Manifest, sections: Sections) -> Message:
-    """Return a text artifact's text.
+    """Return the material of a text or of evidence.
 
     Raises:
-        ContainerError: when it is not UTF-8, not the text that the manifest speaks of, or its spans do not fit it.
+        ContainerError: when it is not what the manifest speaks of, or its places are not in the document.
     """
-    system = bytes(sections.read(container.SYSTEM))
-    if digest(system) != manifest.prompt.system:
-        raise ContainerError(
-            f"section {container.SYSTEM}: not the system prompt of the manifest", field="prompt.system"
-        )
-    instructions = _decode(container.SYSTEM, system)
+    instructions = system(manifest, sections)
+    characters = manifest.document.characters
+    if container.EVIDENCE in sections:
+        found = evidence.evidence_from_bytes(container.EVIDENCE, sections.read(container.EVIDENCE), characters)
+        return Message(instructions, evidence_text(found), container.EVIDENCE)
     kind = next((name for name in (container.TEXT, *container.SHORTENED) if name in sections), None)
     if kind is None:
         return Message(instructions, "")
@@ -58,8 +59,33 @@ def message(manifest: Manifest, sections: Sections) -> Message:
     if kind == container.TEXT:
         return Message(instructions, text)
     data = sections.read(container.SPANS)
-    found = spans.from_bytes(container.SPANS, data, len(text), manifest.document.characters)
-    return Message(instructions, text, kind, found)
+    return Message(instructions, text, kind, spans.from_bytes(container.SPANS, data, len(text), characters))
+
+
+def system(manifest: Manifest, sections: Sections) -> str:
+    """Return the system prompt of an artifact without a cache.
+
+    Raises:
+        ContainerError: when it is not UTF-8, or not that of the manifest.
+    """
+    data = bytes(sections.read(container.SYSTEM))
+    if digest(data) != manifest.prompt.system:
+        raise ContainerError(
+            f"section {container.SYSTEM}: not the system prompt of the manifest", field="prompt.system"
+        )
+    return _decode(container.SYSTEM, data)
+
+
+def references(manifest: Manifest, sections: Sections) -> References:
+    """Return the references of an artifact.
+
+    Raises:
+        ContainerError: when they are not what the manifest speaks of, or not in the document.
+    """
+    if manifest.form != "references":
+        raise ContainerError(f"form: a {manifest.form} artifact holds no references", field="form")
+    data = sections.read(container.REFERENCES)
+    return evidence.references_from_bytes(container.REFERENCES, data, manifest.document.characters)
 
 
 def prefix_ids(manifest: Manifest, sections: Sections) -> list[int]:

@@ -54,7 +54,7 @@ class ReceiverParts:
 
 
 class ReceiverServicer(IntakeServicer):
-    """Describe, Offer, Put, Commit, Ask, List, Drop."""
+    """Describe, Offer, Put, Commit, Ask, Measure, List, Drop."""
 
     def __init__(self, parts: ReceiverParts) -> None:
         super().__init__(parts.intake, parts.metrics)
@@ -98,6 +98,13 @@ class ReceiverServicer(IntakeServicer):
                 ledger_json=to_json(ledger),
             )
             yield pb.AskResponse(end=end)
+
+    async def Measure(  # noqa: N802
+        self, request: pb.MeasureRequest, context: grpc.aio.ServicerContext[pb.MeasureRequest, pb.MeasureResponse]
+    ) -> pb.MeasureResponse:
+        """Take bytes and throw them away."""
+        self._metrics.received("measure", len(request.padding))
+        return pb.MeasureResponse(received=len(request.padding))
 
     async def List(  # noqa: N802
         self, request: pb.ListRequest, context: grpc.aio.ServicerContext[pb.ListRequest, pb.ListResponse]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgpack
 import msgspec
@@ -15,10 +15,14 @@ import msgspec
 from kvferry.core import json_records
 from kvferry.core.digests import digest
 from kvferry.core.errors import NotFoundError, StoreError
+from kvferry.core.evidence import References
 from kvferry.core.files import write_atomic
 from kvferry.core.ledger import SenderAccount
 from kvferry.core.manifest import (
     MANIFEST_VERSION,
+    Consume,
+    Encoding,
+    Form,
     Manifest,
     Payload,
     Positions,
@@ -34,9 +38,9 @@ from kvferry.core.store import ArtifactStore
 from kvferry.core.stored import Stored
 from kvferry.engine.model import LoadedModel
 from kvferry.sender import parity
-from kvferry.sender.encode import kv_contents, kv_layout, text_contents
+from kvferry.sender.encode import evidence_contents, kv_contents, kv_layout, text_contents
 from kvferry.sender.kv.selecting import SelectingMethod
-from kvferry.sender.method import DENSE, KvMaterial, Material, Method, TextMaterial
+from kvferry.sender.method import DENSE, EvidenceMaterial, KvMaterial, Material, Method, TextMaterial
 from kvferry.sender.reading import Reading
 
 
@@ -140,27 +144,29 @@ class ArtifactMaker:
 
     def _store_material(self, request: _Request, material: Material) -> Stored:
         reading = request.reading
+        kv_groups: dict[str, Any] = {}
         if isinstance(material, TextMaterial):
             contents = tuple(text_contents(material, reading.system))
-            kv_groups = {}
+        elif isinstance(material, EvidenceMaterial):
+            contents = tuple(evidence_contents(material, reading.system))
         else:
             layout = kv_layout(material.cache, reading.prefix.tokens)
             contents = tuple(kv_contents(material.cache, layout, reading.ids))
             kv_groups = self._kv_groups(reading, material) | {"layout": layout}
 
         def describe(sections: tuple[Section, ...], payload: Payload) -> Manifest:
-            plain = self._text_manifest(request, material, sections, payload)
+            plain = self._message_manifest(request, material, sections, payload)
             return msgspec.structs.replace(plain, **kv_groups)
 
         return self._store.create(contents, self._chunk_bytes, describe)
 
-    def _text_manifest(
+    def _message_manifest(
         self, request: _Request, material: Material, sections: tuple[Section, ...], payload: Payload
     ) -> Manifest:
         reading = request.reading
         return Manifest(
             version=MANIFEST_VERSION,
-            form="text",
+            form=_form(material),
             model=None,
             tokenizer=None,
             document=reading.document,
@@ -170,9 +176,7 @@ class ArtifactMaker:
             layout=None,
             method=_method_group(request, material),
             mapper=None,
-            encoding=material.encoding
-            if isinstance(material, KvMaterial)
-            else msgspec.structs.replace(DENSE, zstd=material.zstd),
+            encoding=_encoding(material),
             sections=sections,
             payload=payload,
             parity=None,
@@ -182,7 +186,6 @@ class ArtifactMaker:
     def _kv_groups(self, reading: Reading, material: KvMaterial) -> dict[str, Any]:
         profile = self._model.profile
         return {
-            "form": "kv",
             "model": profile.model,
             "tokenizer": profile.tokenizer,
             "prefix": reading.prefix,
@@ -226,17 +229,34 @@ def _calibration(request: _Request, model: LoadedModel) -> bytes | None:
     return found.digest if found else None
 
 
-def _consume(material: Material) -> Literal["inject", "prefill", "prefill_once"]:
+def _consume(material: Material) -> Consume:
     if isinstance(material, KvMaterial):
         return "inject"
+    if isinstance(material, EvidenceMaterial):
+        return "look_up" if isinstance(material.message, References) else "prefill"
     return "prefill_once" if material.retain else "prefill"
+
+
+def _form(material: Material) -> Form:
+    if isinstance(material, KvMaterial):
+        return "kv"
+    if isinstance(material, EvidenceMaterial):
+        return "references" if isinstance(material.message, References) else "evidence"
+    return "text"
+
+
+def _encoding(material: Material) -> Encoding:
+    if isinstance(material, KvMaterial):
+        return material.encoding
+    zstd = material.zstd if isinstance(material, TextMaterial) else None
+    return msgspec.structs.replace(DENSE, zstd=zstd)
 
 
 def _method_group(request: _Request, material: Material) -> MethodGroup:
     info = request.method.info
     replaced = {"fallback_for": request.fallback_for} if request.fallback_for else {}
-    found = material.outcome.items() if isinstance(material, TextMaterial) else ()
-    outcome = {f"outcome.{name}": value for name, value in found}
+    found = {} if isinstance(material, KvMaterial) else material.outcome
+    outcome = {f"outcome.{name}": value for name, value in found.items()}
     return MethodGroup(
         id=info.id,
         label=info.label,  # type: ignore[arg-type]  # the schema refuses any other word

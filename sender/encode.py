@@ -7,9 +7,10 @@ from typing import Literal
 
 import mlx.core as mx
 
-from kvferry.core import container, spans
+from kvferry.core import container, evidence, spans
 from kvferry.core.container import Content, raw_section, zstd_section
 from kvferry.core.errors import ModelError
+from kvferry.core.evidence import Evidence
 from kvferry.core.manifest import LayerLayout
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.dense import DenseLayer
@@ -17,7 +18,7 @@ from kvferry.engine.layers import Layer
 from kvferry.engine.packed import PackedLayer, PackedTensor
 from kvferry.engine.ragged import RaggedLayer
 from kvferry.engine.tensors import dtype_name, to_bytes
-from kvferry.sender.method import TextMaterial
+from kvferry.sender.method import EvidenceMaterial, TextMaterial
 
 
 def text_contents(material: TextMaterial, system: str) -> Iterator[Content]:
@@ -28,6 +29,18 @@ def text_contents(material: TextMaterial, system: str) -> Iterator[Content]:
         if material.kind in container.SHORTENED:
             shape = (len(material.spans), spans.WIDTH)
             yield raw_section(container.SPANS, "U32", shape, spans.to_bytes(material.spans))
+
+
+def evidence_contents(material: EvidenceMaterial, system: str) -> Iterator[Content]:
+    """Yield the sections of an artifact of evidence or of references: the system prompt, then the message.
+
+    Raises:
+        ContainerError: when a text or a list of the message is over its limit.
+    """
+    yield _text_section(container.SYSTEM, system, None)
+    name = container.EVIDENCE if isinstance(material.message, Evidence) else container.REFERENCES
+    data = evidence.to_bytes(material.message)
+    yield raw_section(name, "U8", (len(data),), data)
 
 
 def kv_contents(cache: PrefixCache, layout: tuple[LayerLayout, ...], ids: list[int]) -> Iterator[Content]:

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from kvferry.core import container
+from kvferry.core.evidence import Evidence, References
 from kvferry.core.manifest import Encoding, Scalar
 from kvferry.core.progress import Progress
 from kvferry.core.spans import Span
@@ -61,7 +62,20 @@ class KvMaterial:
     calibration: tuple[bytes, ...] = ()
 
 
-Material = TextMaterial | KvMaterial
+@dataclass(frozen=True)
+class EvidenceMaterial:
+    """Facts to send, or only where they stand.
+
+    Attributes:
+        message: the facts, or references to them.
+        outcome: as that of ``TextMaterial``.
+    """
+
+    message: Evidence | References
+    outcome: Mapping[str, Scalar] = field(default_factory=dict)
+
+
+Material = TextMaterial | EvidenceMaterial | KvMaterial
 Parameters_contra = TypeVar("Parameters_contra", bound=msgspec.Struct, contravariant=True)
 
 

@@ -24,23 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvferry/proto/v1/common.proto\x12\x10kvferry.proto.v1\"s\n\x06Reason\x12*\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1c.kvferry.proto.v1.ReasonCode\x12\r\n\x05\x66ield\x18\x02 \x01(\t\x12\x16\n\x0e\x61rtifact_value\x18\x03 \x01(\t\x12\x16\n\x0ereceiver_value\x18\x04 \x01(\t\"F\n\x07Verdict\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12)\n\x07reasons\x18\x02 \x03(\x0b\x32\x18.kvferry.proto.v1.Reason\"\xc9\x01\n\x0fNodeDescription\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x17\n\x0fkvferry_version\x18\x02 \x01(\t\x12\x13\n\x0bmlx_version\x18\x03 \x01(\t\x12\x16\n\x0emlx_lm_version\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x0c\n\x04\x62las\x18\x06 \x01(\t\x12\x31\n\x05model\x18\x07 \x01(\x0b\x32\".kvferry.proto.v1.ModelDescription\x12\x11\n\tunix_time\x18\x08 \x01(\x01\"\xaf\x01\n\x10ModelDescription\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\x11\n\ttokenizer\x18\x03 \x01(\t\x12\x15\n\rchat_template\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06layers\x18\x06 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x07 \x01(\x04\x12\x1d\n\x15\x64\x65nse_bytes_per_token\x18\x08 \x01(\x04\"z\n\x11MethodDescription\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04\x66orm\x18\x03 \x01(\t\x12\r\n\x05label\x18\x04 \x01(\t\x12\r\n\x05\x61ware\x18\x05 \x01(\x08\x12\x0e\n\x06source\x18\x06 \x01(\t\x12\x0f\n\x07summary\x18\x07 \x01(\t*\xca\x04\n\nReasonCode\x12\x1b\n\x17REASON_CODE_UNSPECIFIED\x10\x00\x12#\n\x1fREASON_CODE_VERSION_UNSUPPORTED\x10\x01\x12\x1e\n\x1aREASON_CODE_UNKNOWN_METHOD\x10\x02\x12 \n\x1cREASON_CODE_WEIGHTS_MISMATCH\x10\x03\x12\x1f\n\x1bREASON_CODE_CONFIG_MISMATCH\x10\x04\x12%\n!REASON_CODE_QUANTIZATION_MISMATCH\x10\x05\x12 \n\x1cREASON_CODE_ADAPTER_MISMATCH\x10\x06\x12\"\n\x1eREASON_CODE_TOKENIZER_MISMATCH\x10\x07\x12&\n\"REASON_CODE_CHAT_TEMPLATE_MISMATCH\x10\x08\x12\x1f\n\x1bREASON_CODE_PROMPT_MISMATCH\x10\t\x12\x1d\n\x19REASON_CODE_ROPE_MISMATCH\x10\n\x12\x1f\n\x1bREASON_CODE_LAYOUT_MISMATCH\x10\x0b\x12\"\n\x1eREASON_CODE_LAYOUT_UNSUPPORTED\x10\x0c\x12!\n\x1dREASON_CODE_DTYPE_UNSUPPORTED\x10\r\x12$\n REASON_CODE_ENCODING_UNSUPPORTED\x10\x0e\x12\x19\n\x15REASON_CODE_NO_MAPPER\x10\x0f\x12\x19\n\x15REASON_CODE_TOO_LARGE\x10\x10\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvferry/proto/v1/common.proto\x12\x10kvferry.proto.v1\"s\n\x06Reason\x12*\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1c.kvferry.proto.v1.ReasonCode\x12\r\n\x05\x66ield\x18\x02 \x01(\t\x12\x16\n\x0e\x61rtifact_value\x18\x03 \x01(\t\x12\x16\n\x0ereceiver_value\x18\x04 \x01(\t\"F\n\x07Verdict\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12)\n\x07reasons\x18\x02 \x03(\x0b\x32\x18.kvferry.proto.v1.Reason\"\xec\x01\n\x0fNodeDescription\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x17\n\x0fkvferry_version\x18\x02 \x01(\t\x12\x13\n\x0bmlx_version\x18\x03 \x01(\t\x12\x16\n\x0emlx_lm_version\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x0c\n\x04\x62las\x18\x06 \x01(\t\x12\x31\n\x05model\x18\x07 \x01(\x0b\x32\".kvferry.proto.v1.ModelDescription\x12\x11\n\tunix_time\x18\x08 \x01(\x01\x12!\n\x19prefill_tokens_per_second\x18\t \x01(\x01\"\xaf\x01\n\x10ModelDescription\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\x11\n\ttokenizer\x18\x03 \x01(\t\x12\x15\n\rchat_template\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06layers\x18\x06 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x07 \x01(\x04\x12\x1d\n\x15\x64\x65nse_bytes_per_token\x18\x08 \x01(\x04\"z\n\x11MethodDescription\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04\x66orm\x18\x03 \x01(\t\x12\r\n\x05label\x18\x04 \x01(\t\x12\r\n\x05\x61ware\x18\x05 \x01(\x08\x12\x0e\n\x06source\x18\x06 \x01(\t\x12\x0f\n\x07summary\x18\x07 \x01(\t*\xca\x04\n\nReasonCode\x12\x1b\n\x17REASON_CODE_UNSPECIFIED\x10\x00\x12#\n\x1fREASON_CODE_VERSION_UNSUPPORTED\x10\x01\x12\x1e\n\x1aREASON_CODE_UNKNOWN_METHOD\x10\x02\x12 \n\x1cREASON_CODE_WEIGHTS_MISMATCH\x10\x03\x12\x1f\n\x1bREASON_CODE_CONFIG_MISMATCH\x10\x04\x12%\n!REASON_CODE_QUANTIZATION_MISMATCH\x10\x05\x12 \n\x1cREASON_CODE_ADAPTER_MISMATCH\x10\x06\x12\"\n\x1eREASON_CODE_TOKENIZER_MISMATCH\x10\x07\x12&\n\"REASON_CODE_CHAT_TEMPLATE_MISMATCH\x10\x08\x12\x1f\n\x1bREASON_CODE_PROMPT_MISMATCH\x10\t\x12\x1d\n\x19REASON_CODE_ROPE_MISMATCH\x10\n\x12\x1f\n\x1bREASON_CODE_LAYOUT_MISMATCH\x10\x0b\x12\"\n\x1eREASON_CODE_LAYOUT_UNSUPPORTED\x10\x0c\x12!\n\x1dREASON_CODE_DTYPE_UNSUPPORTED\x10\r\x12$\n REASON_CODE_ENCODING_UNSUPPORTED\x10\x0e\x12\x19\n\x15REASON_CODE_NO_MAPPER\x10\x0f\x12\x19\n\x15REASON_CODE_TOO_LARGE\x10\x10\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvferry.proto.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REASONCODE']._serialized_start=747
-  _globals['_REASONCODE']._serialized_end=1333
+  _globals['_REASONCODE']._serialized_start=782
+  _globals['_REASONCODE']._serialized_end=1368
   _globals['_REASON']._serialized_start=51
   _globals['_REASON']._serialized_end=166
   _globals['_VERDICT']._serialized_start=168
   _globals['_VERDICT']._serialized_end=238
   _globals['_NODEDESCRIPTION']._serialized_start=241
-  _globals['_NODEDESCRIPTION']._serialized_end=442
-  _globals['_MODELDESCRIPTION']._serialized_start=445
-  _globals['_MODELDESCRIPTION']._serialized_end=620
-  _globals['_METHODDESCRIPTION']._serialized_start=622
-  _globals['_METHODDESCRIPTION']._serialized_end=744
+  _globals['_NODEDESCRIPTION']._serialized_end=477
+  _globals['_MODELDESCRIPTION']._serialized_start=480
+  _globals['_MODELDESCRIPTION']._serialized_end=655
+  _globals['_METHODDESCRIPTION']._serialized_start=657
+  _globals['_METHODDESCRIPTION']._serialized_end=779
 # @@protoc_insertion_point(module_scope)

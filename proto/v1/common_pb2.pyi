@@ -65,7 +65,7 @@ class Verdict(_message.Message):
     def __init__(self, accepted: _Optional[bool] = ..., reasons: _Optional[_Iterable[_Union[Reason, _Mapping]]] = ...) -> None: ...
 
 class NodeDescription(_message.Message):
-    __slots__ = ("role", "kvferry_version", "mlx_version", "mlx_lm_version", "device", "blas", "model", "unix_time")
+    __slots__ = ("role", "kvferry_version", "mlx_version", "mlx_lm_version", "device", "blas", "model", "unix_time", "prefill_tokens_per_second")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     KVFERRY_VERSION_FIELD_NUMBER: _ClassVar[int]
     MLX_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,7 @@ class NodeDescription(_message.Message):
     BLAS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     UNIX_TIME_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     role: str
     kvferry_version: str
     mlx_version: str
@@ -82,7 +83,8 @@ class NodeDescription(_message.Message):
     blas: str
     model: ModelDescription
     unix_time: float
-    def __init__(self, role: _Optional[str] = ..., kvferry_version: _Optional[str] = ..., mlx_version: _Optional[str] = ..., mlx_lm_version: _Optional[str] = ..., device: _Optional[str] = ..., blas: _Optional[str] = ..., model: _Optional[_Union[ModelDescription, _Mapping]] = ..., unix_time: _Optional[float] = ...) -> None: ...
+    prefill_tokens_per_second: float
+    def __init__(self, role: _Optional[str] = ..., kvferry_version: _Optional[str] = ..., mlx_version: _Optional[str] = ..., mlx_lm_version: _Optional[str] = ..., device: _Optional[str] = ..., blas: _Optional[str] = ..., model: _Optional[_Union[ModelDescription, _Mapping]] = ..., unix_time: _Optional[float] = ..., prefill_tokens_per_second: _Optional[float] = ...) -> None: ...
 
 class ModelDescription(_message.Message):
     __slots__ = ("id", "weights", "tokenizer", "chat_template", "dtype", "layers", "context_length", "dense_bytes_per_token")

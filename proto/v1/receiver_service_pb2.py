@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.proto.v1 import common_pb2 as kvferry_dot_proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'kvferry/proto/v1/receiver_service.proto\x12\x10kvferry.proto.v1\x1a\x1dkvferry/proto/v1/common.proto\" \n\x1eReceiverServiceDescribeRequest\"R\n\x1fReceiverServiceDescribeResponse\x12/\n\x04node\x18\x01 \x01(\x0b\x32!.kvferry.proto.v1.NodeDescription\" \n\x0cOfferRequest\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\"\x92\x01\n\rOfferResponse\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\x0c\x12*\n\x07verdict\x18\x02 \x01(\x0b\x32\x19.kvferry.proto.v1.Verdict\x12-\n\x07missing\x18\x03 \x03(\x0b\x32\x1c.kvferry.proto.v1.ChunkRange\x12\x11\n\tcommitted\x18\x04 \x01(\x08\"(\n\nChunkRange\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\">\n\nPutRequest\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\x0c\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\x1c\n\x0bPutResponse\x12\r\n\x05index\x18\x01 \x01(\r\":\n\rCommitRequest\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\x0c\x12\x14\n\x0c\x61\x63\x63ount_json\x18\x02 \x01(\t\"<\n\x0e\x43ommitResponse\x12*\n\x07receipt\x18\x01 \x01(\x0b\x32\x19.kvferry.proto.v1.Receipt\"\x8f\x01\n\x07Receipt\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\x12\x16\n\x0epayload_digest\x18\x03 \x01(\x0c\x12\x11\n\tverify_ms\x18\x04 \x01(\x01\x12\x16\n\x0ereceived_bytes\x18\x05 \x01(\x04\x12\x15\n\rcontrol_bytes\x18\x06 \x01(\x04\"\x91\x01\n\nAskRequest\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\x0c\x12\x10\n\x08question\x18\x02 \x01(\t\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\r\n\x05top_p\x18\x05 \x01(\x01\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x16\n\x0e\x61llow_fallback\x18\x07 \x01(\x08\"r\n\x0b\x41skResponse\x12.\n\x05piece\x18\x01 \x01(\x0b\x32\x1d.kvferry.proto.v1.AnswerPieceH\x00\x12*\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x1b.kvferry.proto.v1.AnswerEndH\x00\x42\x07\n\x05\x65vent\"?\n\x0b\x41nswerPiece\x12\x15\n\x08token_id\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04text\x18\x02 \x01(\tB\x0b\n\t_token_id\"X\n\tAnswerEnd\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x13\n\x0bledger_json\x18\x04 \x01(\t\"\r\n\x0bListRequest\"D\n\x0cListResponse\x12\x34\n\tartifacts\x18\x01 \x03(\x0b\x32!.kvferry.proto.v1.ArtifactSummary\"\xae\x01\n\x0f\x41rtifactSummary\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\x0c\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0c\n\x04\x66orm\x18\x03 \x01(\t\x12\x15\n\rpayload_bytes\x18\x04 \x01(\x04\x12\x15\n\rprefix_tokens\x18\x05 \x01(\x04\x12\x14\n\x0c\x63ommitted_at\x18\x06 \x01(\x01\x12\x13\n\x0bquarantined\x18\x07 \x01(\t\x12\x0f\n\x07used_at\x18\x08 \x01(\x01\"\"\n\x0b\x44ropRequest\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\x0c\"\x0e\n\x0c\x44ropResponse2\xb5\x04\n\x0fReceiverService\x12o\n\x08\x44\x65scribe\x12\x30.kvferry.proto.v1.ReceiverServiceDescribeRequest\x1a\x31.kvferry.proto.v1.ReceiverServiceDescribeResponse\x12H\n\x05Offer\x12\x1e.kvferry.proto.v1.OfferRequest\x1a\x1f.kvferry.proto.v1.OfferResponse\x12\x46\n\x03Put\x12\x1c.kvferry.proto.v1.PutRequest\x1a\x1d.kvferry.proto.v1.PutResponse(\x01\x30\x01\x12K\n\x06\x43ommit\x12\x1f.kvferry.proto.v1.CommitRequest\x1a .kvferry.proto.v1.CommitResponse\x12\x44\n\x03\x41sk\x12\x1c.kvferry.proto.v1.AskRequest\x1a\x1d.kvferry.proto.v1.AskResponse0\x01\x12\x45\n\x04List\x12\x1d.kvferry.proto.v1.ListRequest\x1a\x1e.kvferry.proto.v1.ListResponse\x12\x45\n\x04\x44rop\x12\x1d.kvferry.proto.v1.DropRequest\x1a\x1e.kvferry.proto.v1.DropResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'kvferry/proto/v1/receiver_service.proto\x12\x10kvferry.proto.v1\x1a\x1dkvferry/proto/v1/common.proto\" \n\x1eReceiverServiceDescribeRequest\"R\n\x1fReceiverServiceDescribeResponse\x12/\n\x04node\x18\x01 \x01(\x0b\x32!.kvferry.proto.v1.NodeDescription\" \n\x0cOfferRequest\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\"\x92\x01\n\rOfferResponse\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\x0c\x12*\n\x07verdict\x18\x02 \x01(\x0b\x32\x19.kvferry.proto.v1.Verdict\x12-\n\x07missing\x18\x03 \x03(\x0b\x32\x1c.kvferry.proto.v1.ChunkRange\x12\x11\n\tcommitted\x18\x04 \x01(\x08\"(\n\nChunkRange\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\">\n\nPutRequest\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\x0c\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\x1c\n\x0bPutResponse\x12\r\n\x05index\x18\x01 \x01(\r\":\n\rCommitRequest\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\x0c\x12\x14\n\x0c\x61\x63\x63ount_json\x18\x02 \x01(\t\"<\n\x0e\x43ommitResponse\x12*\n\x07receipt\x18\x01 \x01(\x0b\x32\x19.kvferry.proto.v1.Receipt\"\x8f\x01\n\x07Receipt\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\x12\x16\n\x0epayload_digest\x18\x03 \x01(\x0c\x12\x11\n\tverify_ms\x18\x04 \x01(\x01\x12\x16\n\x0ereceived_bytes\x18\x05 \x01(\x04\x12\x15\n\rcontrol_bytes\x18\x06 \x01(\x04\"\xa1\x01\n\nAskRequest\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\x0c\x12\x10\n\x08question\x18\x02 \x01(\t\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\r\n\x05top_p\x18\x05 \x01(\x01\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x16\n\x0e\x61llow_fallback\x18\x07 \x01(\x08\x12\x0e\n\x06sender\x18\x08 \x01(\t\"r\n\x0b\x41skResponse\x12.\n\x05piece\x18\x01 \x01(\x0b\x32\x1d.kvferry.proto.v1.AnswerPieceH\x00\x12*\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x1b.kvferry.proto.v1.AnswerEndH\x00\x42\x07\n\x05\x65vent\"?\n\x0b\x41nswerPiece\x12\x15\n\x08token_id\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04text\x18\x02 \x01(\tB\x0b\n\t_token_id\"X\n\tAnswerEnd\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x13\n\x0bledger_json\x18\x04 \x01(\t\"!\n\x0eMeasureRequest\x12\x0f\n\x07padding\x18\x01 \x01(\x0c\"#\n\x0fMeasureResponse\x12\x10\n\x08received\x18\x01 \x01(\x04\"\r\n\x0bListRequest\"D\n\x0cListResponse\x12\x34\n\tartifacts\x18\x01 \x03(\x0b\x32!.kvferry.proto.v1.ArtifactSummary\"\xae\x01\n\x0f\x41rtifactSummary\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\x0c\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0c\n\x04\x66orm\x18\x03 \x01(\t\x12\x15\n\rpayload_bytes\x18\x04 \x01(\x04\x12\x15\n\rprefix_tokens\x18\x05 \x01(\x04\x12\x14\n\x0c\x63ommitted_at\x18\x06 \x01(\x01\x12\x13\n\x0bquarantined\x18\x07 \x01(\t\x12\x0f\n\x07used_at\x18\x08 \x01(\x01\"\"\n\x0b\x44ropRequest\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\x0c\"\x0e\n\x0c\x44ropResponse2\x85\x05\n\x0fReceiverService\x12o\n\x08\x44\x65scribe\x12\x30.kvferry.proto.v1.ReceiverServiceDescribeRequest\x1a\x31.kvferry.proto.v1.ReceiverServiceDescribeResponse\x12H\n\x05Offer\x12\x1e.kvferry.proto.v1.OfferRequest\x1a\x1f.kvferry.proto.v1.OfferResponse\x12\x46\n\x03Put\x12\x1c.kvferry.proto.v1.PutRequest\x1a\x1d.kvferry.proto.v1.PutResponse(\x01\x30\x01\x12K\n\x06\x43ommit\x12\x1f.kvferry.proto.v1.CommitRequest\x1a .kvferry.proto.v1.CommitResponse\x12\x44\n\x03\x41sk\x12\x1c.kvferry.proto.v1.AskRequest\x1a\x1d.kvferry.proto.v1.AskResponse0\x01\x12\x45\n\x04List\x12\x1d.kvferry.proto.v1.ListRequest\x1a\x1e.kvferry.proto.v1.ListResponse\x12N\n\x07Measure\x12 .kvferry.proto.v1.MeasureRequest\x1a!.kvferry.proto.v1.MeasureResponse\x12\x45\n\x04\x44rop\x12\x1d.kvferry.proto.v1.DropRequest\x1a\x1e.kvferry.proto.v1.DropResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -53,23 +53,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RECEIPT']._serialized_start=652
   _globals['_RECEIPT']._serialized_end=795
   _globals['_ASKREQUEST']._serialized_start=798
-  _globals['_ASKREQUEST']._serialized_end=943
-  _globals['_ASKRESPONSE']._serialized_start=945
-  _globals['_ASKRESPONSE']._serialized_end=1059
-  _globals['_ANSWERPIECE']._serialized_start=1061
-  _globals['_ANSWERPIECE']._serialized_end=1124
-  _globals['_ANSWEREND']._serialized_start=1126
-  _globals['_ANSWEREND']._serialized_end=1214
-  _globals['_LISTREQUEST']._serialized_start=1216
-  _globals['_LISTREQUEST']._serialized_end=1229
-  _globals['_LISTRESPONSE']._serialized_start=1231
-  _globals['_LISTRESPONSE']._serialized_end=1299
-  _globals['_ARTIFACTSUMMARY']._serialized_start=1302
-  _globals['_ARTIFACTSUMMARY']._serialized_end=1476
-  _globals['_DROPREQUEST']._serialized_start=1478
-  _globals['_DROPREQUEST']._serialized_end=1512
-  _globals['_DROPRESPONSE']._serialized_start=1514
-  _globals['_DROPRESPONSE']._serialized_end=1528
-  _globals['_RECEIVERSERVICE']._serialized_start=1531
-  _globals['_RECEIVERSERVICE']._serialized_end=2096
+  _globals['_ASKREQUEST']._serialized_end=959
+  _globals['_ASKRESPONSE']._serialized_start=961
+  _globals['_ASKRESPONSE']._serialized_end=1075
+  _globals['_ANSWERPIECE']._serialized_start=1077
+  _globals['_ANSWERPIECE']._serialized_end=1140
+  _globals['_ANSWEREND']._serialized_start=1142
+  _globals['_ANSWEREND']._serialized_end=1230
+  _globals['_MEASUREREQUEST']._serialized_start=1232
+  _globals['_MEASUREREQUEST']._serialized_end=1265
+  _globals['_MEASURERESPONSE']._serialized_start=1267
+  _globals['_MEASURERESPONSE']._serialized_end=1302
+  _globals['_LISTREQUEST']._serialized_start=1304
+  _globals['_LISTREQUEST']._serialized_end=1317
+  _globals['_LISTRESPONSE']._serialized_start=1319
+  _globals['_LISTRESPONSE']._serialized_end=1387
+  _globals['_ARTIFACTSUMMARY']._serialized_start=1390
+  _globals['_ARTIFACTSUMMARY']._serialized_end=1564
+  _globals['_DROPREQUEST']._serialized_start=1566
+  _globals['_DROPREQUEST']._serialized_end=1600
+  _globals['_DROPRESPONSE']._serialized_start=1602
+  _globals['_DROPRESPONSE']._serialized_end=1616
+  _globals['_RECEIVERSERVICE']._serialized_start=1619
+  _globals['_RECEIVERSERVICE']._serialized_end=2264
 # @@protoc_insertion_point(module_scope)

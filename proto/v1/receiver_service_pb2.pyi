@@ -90,7 +90,7 @@ class Receipt(_message.Message):
     def __init__(self, artifact_id: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., payload_digest: _Optional[bytes] = ..., verify_ms: _Optional[float] = ..., received_bytes: _Optional[int] = ..., control_bytes: _Optional[int] = ...) -> None: ...
 
 class AskRequest(_message.Message):
-    __slots__ = ("artifact_id", "question", "max_tokens", "temperature", "top_p", "seed", "allow_fallback")
+    __slots__ = ("artifact_id", "question", "max_tokens", "temperature", "top_p", "seed", "allow_fallback", "sender")
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     QUESTION_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,7 @@ class AskRequest(_message.Message):
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     ALLOW_FALLBACK_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
     artifact_id: bytes
     question: str
     max_tokens: int
@@ -105,7 +106,8 @@ class AskRequest(_message.Message):
     top_p: float
     seed: int
     allow_fallback: bool
-    def __init__(self, artifact_id: _Optional[bytes] = ..., question: _Optional[str] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., allow_fallback: _Optional[bool] = ...) -> None: ...
+    sender: str
+    def __init__(self, artifact_id: _Optional[bytes] = ..., question: _Optional[str] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., allow_fallback: _Optional[bool] = ..., sender: _Optional[str] = ...) -> None: ...
 
 class AskResponse(_message.Message):
     __slots__ = ("piece", "end")
@@ -134,6 +136,18 @@ class AnswerEnd(_message.Message):
     finish_reason: str
     ledger_json: str
     def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., ledger_json: _Optional[str] = ...) -> None: ...
+
+class MeasureRequest(_message.Message):
+    __slots__ = ("padding",)
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    padding: bytes
+    def __init__(self, padding: _Optional[bytes] = ...) -> None: ...
+
+class MeasureResponse(_message.Message):
+    __slots__ = ("received",)
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    received: int
+    def __init__(self, received: _Optional[int] = ...) -> None: ...
 
 class ListRequest(_message.Message):
     __slots__ = ()

@@ -64,6 +64,11 @@ class ReceiverServiceStub:
                 request_serializer=kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.ListRequest.SerializeToString,
                 response_deserializer=kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.ListResponse.FromString,
                 _registered_method=True)
+        self.Measure = channel.unary_unary(
+                '/kvferry.proto.v1.ReceiverService/Measure',
+                request_serializer=kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.MeasureRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.MeasureResponse.FromString,
+                _registered_method=True)
         self.Drop = channel.unary_unary(
                 '/kvferry.proto.v1.ReceiverService/Drop',
                 request_serializer=kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.DropRequest.SerializeToString,
@@ -116,6 +121,13 @@ class ReceiverServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Measure(self, request, context):
+        """Takes bytes and throws them away: what a sender measures the link with.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drop(self, request, context):
         """Removes an artifact, committed or not.
         """
@@ -155,6 +167,11 @@ def add_ReceiverServiceServicer_to_server(servicer, server):
                     servicer.List,
                     request_deserializer=kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.ListRequest.FromString,
                     response_serializer=kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.ListResponse.SerializeToString,
+            ),
+            'Measure': grpc.unary_unary_rpc_method_handler(
+                    servicer.Measure,
+                    request_deserializer=kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.MeasureRequest.FromString,
+                    response_serializer=kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.MeasureResponse.SerializeToString,
             ),
             'Drop': grpc.unary_unary_rpc_method_handler(
                     servicer.Drop,
@@ -324,6 +341,33 @@ class ReceiverService:
             '/kvferry.proto.v1.ReceiverService/List',
             kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.ListRequest.SerializeToString,
             kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.ListResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Measure(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.proto.v1.ReceiverService/Measure',
+            kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.MeasureRequest.SerializeToString,
+            kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.MeasureResponse.FromString,
             options,
             channel_credentials,
             insecure,

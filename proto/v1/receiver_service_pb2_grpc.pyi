@@ -43,6 +43,8 @@ class ReceiverServiceStub:
     """Answers a question from a committed artifact."""
     List: _grpc.UnaryUnaryMultiCallable[_receiver_service_pb2.ListRequest, _receiver_service_pb2.ListResponse]
     """Lists committed artifacts."""
+    Measure: _grpc.UnaryUnaryMultiCallable[_receiver_service_pb2.MeasureRequest, _receiver_service_pb2.MeasureResponse]
+    """Takes bytes and throws them away: what a sender measures the link with."""
     Drop: _grpc.UnaryUnaryMultiCallable[_receiver_service_pb2.DropRequest, _receiver_service_pb2.DropResponse]
     """Removes an artifact, committed or not."""
 
@@ -61,6 +63,8 @@ class ReceiverServiceAsyncStub(ReceiverServiceStub):
     """Answers a question from a committed artifact."""
     List: _aio.UnaryUnaryMultiCallable[_receiver_service_pb2.ListRequest, _receiver_service_pb2.ListResponse]  # type: ignore[assignment]
     """Lists committed artifacts."""
+    Measure: _aio.UnaryUnaryMultiCallable[_receiver_service_pb2.MeasureRequest, _receiver_service_pb2.MeasureResponse]  # type: ignore[assignment]
+    """Takes bytes and throws them away: what a sender measures the link with."""
     Drop: _aio.UnaryUnaryMultiCallable[_receiver_service_pb2.DropRequest, _receiver_service_pb2.DropResponse]  # type: ignore[assignment]
     """Removes an artifact, committed or not."""
 
@@ -112,6 +116,14 @@ class ReceiverServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_receiver_service_pb2.ListResponse, _abc.Awaitable[_receiver_service_pb2.ListResponse]]:
         """Lists committed artifacts."""
+
+    @_abc_1.abstractmethod
+    def Measure(
+        self,
+        request: _receiver_service_pb2.MeasureRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_receiver_service_pb2.MeasureResponse, _abc.Awaitable[_receiver_service_pb2.MeasureResponse]]:
+        """Takes bytes and throws them away: what a sender measures the link with."""
 
     @_abc_1.abstractmethod
     def Drop(

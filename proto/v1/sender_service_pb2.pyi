@@ -111,12 +111,14 @@ class SendEnd(_message.Message):
     def __init__(self, artifact_id: _Optional[bytes] = ..., method: _Optional[str] = ..., form: _Optional[str] = ..., receiver: _Optional[str] = ..., account_json: _Optional[str] = ..., manifest_bytes: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., moved_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., reused: _Optional[bool] = ..., fallback_reason: _Optional[str] = ...) -> None: ...
 
 class FetchSpansRequest(_message.Message):
-    __slots__ = ("document_digest", "spans")
+    __slots__ = ("document_digest", "spans", "max_bytes")
     DOCUMENT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
     document_digest: bytes
     spans: _containers.RepeatedCompositeFieldContainer[Span]
-    def __init__(self, document_digest: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ...) -> None: ...
+    max_bytes: int
+    def __init__(self, document_digest: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., max_bytes: _Optional[int] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("start", "end")

@@ -4,6 +4,7 @@
 kv_example      factory: two layers, the first contiguous, the second with explicit positions (an evicted cache)
 packed_example  factory: packed rows by token or by channel, ragged heads, shared and renumbered positions
 text_example    factory: system prompt and document as raw sections
+message_example  factory: an artifact of a given form that has no cache
 zstd_example    factory: the same with the document compressed
 describe        rebuild an example around other contents, every size and digest recomputed
 full_manifest   a KV manifest in which every field that may be nil is set somewhere; it describes no payload
@@ -417,6 +418,23 @@ def zstd_example() -> Callable[..., Example]:
             encoding=msgspec.structs.replace(NO_ENCODING, zstd=level),
         )
         return described(manifest, contents, chunk_size)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def message_example(text_example: Callable[..., Example]) -> Callable[..., Example]:
+    """Return a factory: ``message_example(form, data=…, kind=…)``, an artifact without a cache, of any form."""
+    kinds = {"text": container.TEXT, "evidence": container.EVIDENCE, "references": container.REFERENCES}
+
+    def build(form: str, data: bytes = b"{}", kind: str = "") -> Example:
+        contents = (
+            container.raw_section(container.SYSTEM, "U8", (len(SYSTEM),), SYSTEM),
+            container.raw_section(kind or kinds[form], "U8", (len(data),), data),
+        )
+        plain = text_example().manifest
+        method = msgspec.structs.replace(plain.method, consume="look_up" if form == "references" else "prefill")
+        return described(msgspec.structs.replace(plain, form=form, method=method), contents, CHUNK)
 
     return build
 

@@ -482,11 +482,13 @@ def test_text_is_refused_for_its_prompt_and_its_size_only(text_example: Callable
 
 
 @pytest.mark.parametrize("form", ["evidence", "references"])
-def test_forms_that_nobody_here_reads_are_refused(
-    text_example: Callable[..., Any], profile: Profile, form: str
+def test_messages_fit_every_model_that_knows_the_prompt(
+    message_example: Callable[..., Any], profile: Profile, form: str
 ) -> None:
-    verdict = judge(change(text_example().manifest, form=form), profile)
-    check(verdict, ReasonCode.UNKNOWN_METHOD, "form", form, "text, kv")
+    one = message_example(form).manifest
+    assert judge(one, profile).accepted
+    verdict = judge(change(one, prompt=change(one.prompt, version=2)), profile)
+    check(verdict, ReasonCode.PROMPT_MISMATCH, "prompt.version", 2, 1)
 
 
 # Names and sizes

@@ -205,12 +205,12 @@ def test_a_kv_artifact_needs_every_group(kv_example: Callable[..., Any], group: 
 @pytest.mark.parametrize("form", ["text", "evidence", "references"])
 @pytest.mark.parametrize("group", [*KV_GROUPS, "mapper"])
 def test_other_forms_must_not_have_them(
-    text_example: Callable[..., Any], full_manifest: Manifest, form: str, group: str
+    message_example: Callable[..., Any], full_manifest: Manifest, form: str, group: str
 ) -> None:
-    text = replace(text_example().manifest, form=form)
-    assert manifest.decode(manifest.encode(text)).form == form
+    plain = message_example(form).manifest
+    assert manifest.decode(manifest.encode(plain)).form == form
     with pytest.raises(ManifestError, match=f"^{group}: a {form} artifact must not have"):
-        manifest.encode(replace(text, **{group: getattr(full_manifest, group)}))
+        manifest.encode(replace(plain, **{group: getattr(full_manifest, group)}))
 
 
 def test_groups_are_checked_when_reading(kv_example: Callable[..., Any]) -> None:
@@ -219,15 +219,26 @@ def test_groups_are_checked_when_reading(kv_example: Callable[..., Any]) -> None
         manifest.decode(msgpack.packb(plain | {"parity": None}))
 
 
-@pytest.mark.parametrize(
-    ("form", "consume"), [("kv", "prefill"), ("kv", "prefill_once"), ("text", "inject"), ("evidence", "inject")]
-)
+CONSUMED = {
+    "text": {"prefill", "prefill_once"},
+    "evidence": {"prefill"},
+    "references": {"look_up"},
+    "kv": {"inject"},
+}
+
+
+@pytest.mark.parametrize("consume", ["inject", "prefill", "prefill_once", "look_up"])
+@pytest.mark.parametrize("form", CONSUMED)
 def test_what_the_receiver_does_must_fit_the_form(
-    kv_example: Callable[..., Any], text_example: Callable[..., Any], form: str, consume: str
+    kv_example: Callable[..., Any], message_example: Callable[..., Any], form: str, consume: str
 ) -> None:
-    one = kv_example().manifest if form == "kv" else replace(text_example().manifest, form=form)
-    with pytest.raises(ManifestError, match=r"method\.consume"):
-        manifest.encode(replace(one, method=replace(one.method, consume=consume)))
+    one = kv_example().manifest if form == "kv" else message_example(form).manifest
+    changed = replace(one, method=replace(one.method, consume=consume))
+    if consume in CONSUMED[form]:
+        assert manifest.decode(manifest.encode(changed)) == changed
+        return
+    with pytest.raises(ManifestError, match=rf"^method\.consume: '{consume}' does not fit the form '{form}'"):
+        manifest.encode(changed)
 
 
 # Size

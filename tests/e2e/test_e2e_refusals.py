@@ -349,19 +349,21 @@ def test_a_layer_that_is_missing_or_twice_there_does_not_hold_together(
             driver.offer(manifests.encode(change(stored.manifest, layout=forged)))
 
 
-@pytest.mark.parametrize("form", ["evidence", "references"])
-def test_forms_that_this_receiver_does_not_know(
+@pytest.mark.parametrize(("form", "consume"), [("evidence", "prefill"), ("references", "look_up")])
+def test_a_form_whose_sections_are_those_of_another(
     here: Callable[..., Any],
     peers: Callable[..., Any],
     tiny_model_dir: Callable[..., Path],
     artifact: Callable[..., Stored],
     tiny_model: Callable[..., LoadedModel],
     form: str,
+    consume: str,
 ) -> None:
     driver = peers(receiver=here("receiver", tiny_model_dir()).address)
     text = artifact(tiny_model(), "A1", DOCUMENT).manifest
-    verdict = verdict_of(driver, manifests.encode(change(text, form=form)))
-    assert verdict == {"form": ("UNKNOWN_METHOD", form, "text, kv")}
+    forged = change(text, form=form, method=change(text.method, consume=consume))
+    with pytest.raises(errors.ManifestError, match=rf"^sections: prompt.system, document.text, but {form} is one of"):
+        driver.offer(manifests.encode(forged))
 
 
 def test_a_payload_over_the_receivers_limit(
