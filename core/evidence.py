@@ -44,7 +44,7 @@ class Fact(_Record, frozen=True):
     attribute: Text
     value: Text
     match: Literal["exact", "folded", "unresolved"]
-    spans: Many[Place]
+    spans: Annotated[tuple[Place, ...], Meta(max_length=limits.MAX_FACT_PLACES)]
     chosen: Count
     supported: bool
 

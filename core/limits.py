@@ -36,7 +36,9 @@ MAX_TEXT_SPANS = 1024 * KIB
 """Most passages that a shortened text is made of: a sixty-fourth of the longest document's bytes."""
 
 MAX_FACTS = 4096
-"""Most facts, references, notes or places of a fact in one message of evidence."""
+"""Most facts, references, or notes in one message of evidence."""
+MAX_FACT_PLACES = 256
+"""Most places of one fact."""
 MAX_FACT_CHARACTERS = 4096
 """Longest text in a message of evidence, in code points."""
 

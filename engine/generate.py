@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import apply_top_p
 
 from kvferry.core.errors import InvalidRequestError, ModelError
+from kvferry.engine.constrained import Constraint
 from kvferry.engine.tensors import scalar
 
 FinishReason = Literal["stop", "length"]
@@ -82,7 +83,13 @@ def forward(model: Any, ids: Sequence[int], caches: Sequence[Any]) -> mx.array:
 
 
 def generate(
-    model: Any, tokenizer: Any, ids: Sequence[int], caches: Sequence[Any], sampling: Sampling
+    model: Any,
+    tokenizer: Any,
+    ids: Sequence[int],
+    caches: Sequence[Any],
+    sampling: Sampling,
+    *,
+    constraint: Constraint | None = None,
 ) -> Generator[Token, None, Answer]:
     """Answer a question.
 
@@ -94,6 +101,7 @@ def generate(
         ids: the question's ids, everything after the prefix.
         caches: one cache a layer, a branch or mlx-lm's own; they take the question's and the answer's rows.
         sampling: how tokens are chosen.
+        constraint: what the answer must keep to, fresh and used up by it; a whole one that nothing can follow ends it.
 
     Yields:
         Each token as soon as it is known.
@@ -109,13 +117,21 @@ def generate(
     step = list(ids)
     while len(chosen) < sampling.max_tokens:
         key, subkey = mx.random.split(key)
-        token = int(scalar(_choose(forward(model, step, caches)[-1], sampling, subkey)))
+        logits = forward(model, step, caches)[-1]
+        if constraint is not None:
+            logits = constraint.mask(logits)
+        token = int(scalar(_choose(logits, sampling, subkey)))
         if token in ends:
             finish = "stop"
             break
         chosen.append(token)
         detokenizer.add_token(token)
+        if constraint is not None:
+            constraint.accept(token)
         yield Token(token, detokenizer.last_segment)
+        if constraint is not None and constraint.finished:
+            finish = "stop"
+            break
         step = [token]
     detokenizer.finalize()
     tail = detokenizer.last_segment

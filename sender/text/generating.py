@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvferry.core.manifest import Scalar
 from kvferry.core.progress import Progress
+from kvferry.engine.constrained import Constraint
 from kvferry.engine.generate import Answer, Sampling
 from kvferry.sender.reading import Reading
 from kvferry.sender.text.counted import within
@@ -31,7 +32,7 @@ class Generated:
 
 
 def generate(reading: Reading, system: str, instruction: str, budget: int) -> Generator[Progress, None, Generated]:
-    """Read the document under a prompt of one's own and carry an instruction out, greedily.
+    """Have the model write what a reader is given, within the budget; see ``write``.
 
     The budget caps the tokens that are generated; what is returned is also counted anew, because a model may spell in
     more tokens, or in fewer, than its tokenizer.
@@ -39,23 +40,42 @@ def generate(reading: Reading, system: str, instruction: str, budget: int) -> Ge
     Raises:
         ContextOverflowError: when document, instruction and budget do not fit the context. Nothing is cut silently.
     """
+    answer = yield from write(reading, system, instruction, budget)
+    return _finish(reading, answer, budget)
+
+
+def write(
+    reading: Reading, system: str, instruction: str, most: int, constraint: Constraint | None = None
+) -> Generator[Progress, None, Answer]:
+    """Read the document under a prompt of one's own and carry an instruction out, greedily.
+
+    Args:
+        reading: the document.
+        system: the system prompt.
+        instruction: what is to be done.
+        most: tokens that may be generated.
+        constraint: what the answer must keep to, made by the same model; it is used up.
+
+    Raises:
+        ContextOverflowError: when document, instruction and answer do not fit the context. Nothing is cut silently.
+    """
     model = reading.model
     prefix, fresh = model.prompt.prefix(reading.text, system), model.prompt.task(instruction)
-    model.check_context(len(prefix), len(fresh), budget)
+    model.check_context(len(prefix), len(fresh), most)
     caches = yield from reading.read(prefix)
-    steps = model.answer(fresh, caches, len(prefix), Sampling(max_tokens=budget))
+    steps = model.answer(fresh, caches, len(prefix), Sampling(max_tokens=most), constraint)
     with contextlib.closing(steps):
         done = 0
         while True:
-            yield Progress("method", done, budget)
+            yield Progress("method", done, most)
             try:
                 next(steps)
             except StopIteration as stop:
                 answer: Answer = stop.value
                 break
-            done = min(done + 1, budget)
-    yield Progress("method", budget, budget)
-    return _finish(reading, answer, budget)
+            done = min(done + 1, most)
+    yield Progress("method", most, most)
+    return answer
 
 
 def _finish(reading: Reading, answer: Answer, budget: int) -> Generated:

@@ -56,7 +56,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[int]]]:
         seen: list[list[int]] = []
 
         def answer(
-            self: LoadedModel, ids: Sequence[int], prefix: Any, prefix_tokens: int, sampling: Any
+            self: LoadedModel, ids: Sequence[int], prefix: Any, prefix_tokens: int, sampling: Any, constraint: None
         ) -> Generator[Token, None, Answer]:
             seen.append(list(ids))
             yield Token(1, text)
