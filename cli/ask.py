@@ -25,7 +25,16 @@ if TYPE_CHECKING:
     "--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Nucleus mass."
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampler.")
-@click.option("--fallback", is_flag=True, help="Read the document again when the stored cache cannot be trusted.")
+@click.option(
+    "--fallback",
+    is_flag=True,
+    help="Read the document again when the stored cache cannot be trusted, and do without passages that cannot be had.",
+)
+@click.option(
+    "--look-up-at",
+    default="",
+    help="host:port under which the receiver reaches the sender, for references; by default as configured there.",
+)
 @receiver_option
 @timeout_option
 @security_options
@@ -39,6 +48,7 @@ def command(
     top_p: float,
     seed: int,
     fallback: bool,
+    look_up_at: str,
     receiver: str,
     timeout: float,
     security: dict[str, Any],
@@ -53,7 +63,7 @@ def command(
 
     live = output.is_terminal() and not as_json
     with (
-        Client(receiver=receiver, idle_timeout=timeout, **security) as client,
+        Client(receiver=receiver, look_up_at=look_up_at, idle_timeout=timeout, **security) as client,
         client.stream(
             artifact,
             " ".join(question),
@@ -95,9 +105,18 @@ def account(ledger: Ledger) -> str:
         f"total {ledger.ms.total:.0f} ms",
         f"{ledger.tokens.generated} tokens ({ledger.finish_reason})",
     ]
+    if ledger.lookups.hit is not None:
+        parts.append(_lookup(ledger))
     if ledger.fallback is not None:
         parts.append(fallback_line(ledger))
     return " · ".join(parts)
+
+
+def _lookup(ledger: Ledger) -> str:
+    if not ledger.lookups.hit:
+        return "no reference has to do with the question"
+    found = ledger.lookups
+    return f"looked up {found.count} references ({output.size(found.bytes)}, {found.ms:.0f} ms)"
 
 
 def fallback_line(ledger: Ledger) -> str:

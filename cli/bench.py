@@ -11,7 +11,7 @@ from kvferry.cli import output
 
 @click.group()
 def command() -> None:
-    """Measure how fast artifacts move, how soon the first token comes, and what choosing rows costs.
+    """Measure how fast artifacts move, how soon the first token comes, and what choosing rows and looking up cost.
 
     Every figure is a ratio to a floor that is measured in the same run.
     """
@@ -86,3 +86,21 @@ def selection(model: str, tokens: int, turns: int, *, as_json: bool) -> None:
         return
     lines = [(row.arm, f"{row.ms:.1f}", f"{row.ratio:.2f}", row.floor) for row in rows]
     click.echo(output.table([("arm", "ms", "ratio", "to"), *lines]))
+
+
+@command.command()
+@click.option("--turns", type=click.IntRange(min=1), default=300, show_default=True, help="Measurements a path.")
+@output.json_option
+def lookup(turns: int, *, as_json: bool) -> None:
+    """Time a look-up of six passages of a long document against a bare gRPC call with as many bytes."""
+    from kvferry.ablations import lookups as experiment
+
+    with output.progress_share("lookup") as advance:
+        rows = experiment.run(turns, advance)
+    if as_json:
+        output.write_json({"rows": [asdict(row) for row in rows]})
+        return
+    lines = [
+        (row.path, f"{row.ms:.2f}", f"{row.ratio:.2f}", str(row.request_bytes), str(row.response_bytes)) for row in rows
+    ]
+    click.echo(output.table([("path", "ms", "ratio", "request B", "response B"), *lines]))

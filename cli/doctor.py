@@ -12,7 +12,7 @@ import click
 
 from kvferry.cli import output
 from kvferry.core import addresses
-from kvferry.core.addresses import RECEIVER_PORT, Address
+from kvferry.core.addresses import RECEIVER_PORT, SENDER_PORT, Address
 
 if TYPE_CHECKING:
     from kvferry.cli.checks.findings import Finding
@@ -78,13 +78,18 @@ def _roles(path: Path | None, role: str | None) -> Sequence[str]:
 
 
 def _configured(daemons: Sequence[Daemon], path: Path | None) -> list[Address]:
-    """Return the receiver that a sender's own file names; a default that nobody chose is no peer."""
-    from kvferry.core.config import SenderConfig
+    """Return the peer that a daemon's own file names; a default that nobody chose is no peer."""
+    from kvferry.core.config import ReceiverConfig, SenderConfig
 
     if path is None:
         return []
-    configs = [daemon.config for daemon in daemons if isinstance(daemon.config, SenderConfig)]
-    return [addresses.parse(item.receiver, "receiver", default_port=RECEIVER_PORT) for item in configs]
+    found = []
+    for config in (daemon.config for daemon in daemons):
+        if isinstance(config, SenderConfig):
+            found.append(addresses.parse(config.receiver, "receiver", default_port=RECEIVER_PORT))
+        elif isinstance(config, ReceiverConfig) and config.sender != ReceiverConfig().sender:
+            found.append(addresses.parse(config.sender, "sender", default_port=SENDER_PORT))
+    return found
 
 
 def _show(finding: Finding) -> None:

@@ -17,6 +17,7 @@ from kvferry.client._documents import DocumentSource
 from kvferry.client._references import ArtifactReference
 from kvferry.client._streams import AnswerStream
 from kvferry.client._values import Answer, Artifact, AskOptions, Piece, Progress, SendResult
+from kvferry.core.choice import AutoChoice
 from kvferry.core.errors import (
     AuthenticationError,
     BusyError,
@@ -28,6 +29,7 @@ from kvferry.core.errors import (
     IntegrityError,
     InvalidRequestError,
     KvferryError,
+    LookUpError,
     ManifestError,
     ModelError,
     NotFoundError,
@@ -55,6 +57,7 @@ __all__ = [
     "AsyncClient",
     "AsyncSendReport",
     "AuthenticationError",
+    "AutoChoice",
     "BusyError",
     "CancelledError",
     "Client",
@@ -67,6 +70,7 @@ __all__ = [
     "InvalidRequestError",
     "KvferryError",
     "Ledger",
+    "LookUpError",
     "ManifestError",
     "MethodInfo",
     "ModelError",

@@ -72,6 +72,7 @@ class AsyncClient:
         sender: str = _peers.DEFAULT_SENDER,
         receiver: str = _peers.DEFAULT_RECEIVER,
         deliver_to: str | None = None,
+        look_up_at: str | None = None,
         timeout: float = _peers.DEFAULT_TIMEOUT,
         idle_timeout: float = _peers.DEFAULT_IDLE_TIMEOUT,
         authority: _peers.PathLike | None = None,
@@ -83,7 +84,9 @@ class AsyncClient:
         receiver_channel: grpc.aio.Channel | None = None,
     ) -> None:
         """Prepare a client; the first call connects it to the running event loop. Arguments as of ``Client``."""
-        self._peers = _peers.Peers.parse(sender, receiver, deliver_to, timeout, idle_timeout)
+        self._peers = _peers.Peers.parse(
+            sender, receiver, deliver_to=deliver_to, look_up_at=look_up_at, timeout=timeout, idle_timeout=idle_timeout
+        )
         self._security = _peers.security(authority, certificate, key, token, insecure=insecure)
         self._guard = _peers.Guard()
         self._sender_channel = sender_channel
@@ -182,7 +185,13 @@ class AsyncClient:
         print(stream.answer.ledger.wire_bytes)
         """
         request = _requests.ask(
-            question, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, fallback=fallback
+            question,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            fallback=fallback,
+            sender=self._peers.look_up_address,
         )
         reader = AnswerReader(str(self._peers.receiver), request)
         return AsyncAnswerStream(self._pieces(artifact, request, reader), reader)

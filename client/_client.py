@@ -57,6 +57,7 @@ class Client:
         sender: str = _peers.DEFAULT_SENDER,
         receiver: str = _peers.DEFAULT_RECEIVER,
         deliver_to: str | None = None,
+        look_up_at: str | None = None,
         timeout: float = _peers.DEFAULT_TIMEOUT,
         idle_timeout: float = _peers.DEFAULT_IDLE_TIMEOUT,
         authority: _peers.PathLike | None = None,
@@ -74,6 +75,8 @@ class Client:
             receiver: the receiver's host:port.
             deliver_to: host:port under which the sender reaches the receiver, if that is another than ``receiver``;
                 "" is the one in the sender's configuration.
+            look_up_at: host:port under which the receiver reaches the sender, if that is another than ``sender``; "" is
+                the one in the receiver's configuration. Only artifacts of references need it.
             timeout: seconds that a call without a stream may take.
             idle_timeout: seconds of silence that a send or an answer may have.
             authority: PEM file of the authority that signed the daemons' certificates; None speaks without TLS.
@@ -88,7 +91,9 @@ class Client:
             ConfigError: when an address or a time is impossible, a file cannot be used, or the token would cross a
                 network unencrypted.
         """
-        self._peers = _peers.Peers.parse(sender, receiver, deliver_to, timeout, idle_timeout)
+        self._peers = _peers.Peers.parse(
+            sender, receiver, deliver_to=deliver_to, look_up_at=look_up_at, timeout=timeout, idle_timeout=idle_timeout
+        )
         self._security = _peers.security(authority, certificate, key, token, insecure=insecure)
         self._guard = _peers.Guard()
         self._owned: list[grpc.Channel] = []
@@ -128,11 +133,13 @@ class Client:
             document: a path object, an open file, UTF-8 bytes, or a str: the file of that name if there is one, else
                 the text itself. A str that looks like the name of a missing file is refused.
             text: the text itself, whatever it looks like, in place of ``document``.
-            method: id or name of the method, see ``methods``.
+            method: id or name of the method, see ``methods``; or "auto", with which the sender takes the one that is
+                expected to give the first token soonest, within the bound ``quality``: "exact" (the default), "near" or
+                "reduced". ``SendReport.account.auto`` then says what was weighed.
             question: for methods that look at the question.
             system: the system prompt; None is the default one.
             fallback: send the text instead when the receiver refuses the cache. ``SendReport.fallback_reason`` and the
-                ledgers of all answers then say so.
+                ledgers of all answers then say so. Method "auto" does that by itself.
             progress: called as the work proceeds.
             **parameters: the method's own.
 
@@ -186,8 +193,8 @@ class Client:
             temperature: 0 takes the most likely token every time.
             top_p: nucleus mass in (0, 1]; 1 keeps every token.
             seed: of the sampler, when the temperature is above 0.
-            fallback: have the receiver read the prefix again when the cache that it keeps cannot be trusted any more.
-                The answer's ledger then says so and why.
+            fallback: have the receiver read the prefix again when the cache that it keeps cannot be trusted any more,
+                and do without passages that cannot be looked up. The answer's ledger then says so and why.
 
         Raises:
             InvalidRequestError: when an argument is impossible.
@@ -195,6 +202,7 @@ class Client:
             ContainerError: when what the receiver keeps is damaged; it puts the artifact aside. Another send mends it.
             ParityError: when the rebuilt cache does not give what the sender's gave; likewise.
             QuarantinedError: when the artifact was put aside before.
+            LookUpError: when the passages that the artifact refers to cannot be had from the sender.
             TransferError: when the answer stops before its end.
         """
         with self.stream(
@@ -227,7 +235,13 @@ class Client:
         print(stream.answer.ledger.wire_bytes)
         """
         request = _requests.ask(
-            question, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, fallback=fallback
+            question,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            fallback=fallback,
+            sender=self._peers.look_up_address,
         )
         reader = AnswerReader(str(self._peers.receiver), request)
         cancellation = Cancellation()

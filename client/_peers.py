@@ -28,6 +28,7 @@ class Peers:
 
     Attributes:
         deliver_to: where the sender shall deliver; "" leaves that to its configuration, None is ``receiver``.
+        look_up_at: where the receiver shall look passages up; "" leaves that to its configuration, None is ``sender``.
         timeout: seconds for a call without a stream.
         idle_timeout: seconds between two messages of a stream.
     """
@@ -35,11 +36,21 @@ class Peers:
     sender: Address
     receiver: Address
     deliver_to: str | None
+    look_up_at: str | None
     timeout: float
     idle_timeout: float
 
     @classmethod
-    def parse(cls, sender: str, receiver: str, deliver_to: str | None, timeout: float, idle_timeout: float) -> Peers:
+    def parse(
+        cls,
+        sender: str,
+        receiver: str,
+        *,
+        deliver_to: str | None,
+        look_up_at: str | None,
+        timeout: float,
+        idle_timeout: float,
+    ) -> Peers:
         """Check what a client was given.
 
         Raises:
@@ -50,10 +61,13 @@ class Peers:
                 raise ConfigError(f"{field}: {seconds!r} seconds, must be above 0", field=field, value=seconds)
         if deliver_to:
             addresses.parse_receiver(deliver_to, "deliver_to")
+        if look_up_at:
+            addresses.parse(look_up_at, "look_up_at", default_port=SENDER_PORT)
         return cls(
             addresses.parse(sender, "sender", default_port=SENDER_PORT),
             addresses.parse(receiver, "receiver", default_port=RECEIVER_PORT),
             deliver_to,
+            look_up_at,
             timeout,
             idle_timeout,
         )
@@ -76,6 +90,19 @@ class Peers:
                 sender=str(self.sender),
             )
         return str(self.receiver)
+
+    @property
+    def look_up_address(self) -> str:
+        """What a question tells the receiver; "" leaves it to the receiver's configuration.
+
+        That is so also where the sender's address would mean another machine to the receiver: only artifacts of
+        references need a sender, and what a question asks of is not known here.
+        """
+        if self.look_up_at is not None:
+            return self.look_up_at
+        if self.sender.is_loopback and not self.receiver.is_loopback:
+            return ""
+        return str(self.sender)
 
 
 def security(

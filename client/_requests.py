@@ -59,7 +59,14 @@ def send_parts(start: sender_service_pb2.SendStart, document: Document) -> Itera
 
 
 def ask(
-    question: str, *, max_tokens: int, temperature: float, top_p: float, seed: int, fallback: bool = False
+    question: str,
+    *,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    fallback: bool = False,
+    sender: str = "",
 ) -> receiver_service_pb2.AskRequest:
     """Return a question; the artifact is filled in by the caller.
 
@@ -79,6 +86,7 @@ def ask(
         top_p=top_p,
         seed=seed,
         allow_fallback=fallback,
+        sender=sender,
     )
 
 

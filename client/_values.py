@@ -92,8 +92,8 @@ class SendResult:
         moved_bytes: chunk bytes that this send moved; 0 when the receiver had them all.
         wire_bytes: everything that crossed for the artifact over all sends; 0 when it was already committed.
         reused: the artifact was made by an earlier send, and nothing was read again.
-        account: what it cost the sender to make it.
-        fallback_reason: why the text was sent in place of the cache that was asked for; None when it was not.
+        account: what it cost the sender to make it, and what it weighed, if it chose the method.
+        fallback_reason: why this was sent in place of the cache that was asked for; None when it was not.
     """
 
     artifact_id: str

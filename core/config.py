@@ -95,6 +95,8 @@ class ReceiverConfig(NodeConfig, frozen=True, kw_only=True):
         max_answer_tokens: most tokens that one answer may ask for.
         parity: when the manifest's probe is repeated on a rebuilt cache: the first time on this node, always or never.
         ledger: file that gets one JSON line an answer; "" is ledger.jsonl in the store.
+        sender: where passages are looked up when a question names no sender: host:port.
+        lookup_seconds: how long a look-up may take.
     """
 
     listen: str = f"127.0.0.1:{RECEIVER_PORT}"
@@ -103,6 +105,8 @@ class ReceiverConfig(NodeConfig, frozen=True, kw_only=True):
     max_answer_tokens: Positive = 4096
     parity: Literal["first", "always", "never"] = "first"
     ledger: str = ""
+    sender: str = f"127.0.0.1:{SENDER_PORT}"
+    lookup_seconds: Annotated[float, Meta(gt=0)] = 10.0
 
 
 ConfigType = TypeVar("ConfigType", bound=NodeConfig)

@@ -20,6 +20,7 @@
     ├── QuotaError             a token's share of the store is used up
     ├── BusyError              too many calls are running
     ├── CancelledError         the caller gave up
+    ├── LookUpError            passages that an answer needs cannot be had from the sender
     └── PeerError              the other daemon failed
         ├── UnavailableError   it cannot be reached
         └── DeadlineError      it did not answer in time
@@ -49,7 +50,7 @@ class KvferryError(Exception):
 
     code: ClassVar[str] = "ERROR"
     status: ClassVar[str] = "INTERNAL"
-    retryable: ClassVar[bool] = False
+    retryable: bool = False
 
     def __init__(self, message: str, **fields: FieldValue) -> None:
         # A peer's words may stand in it, which must not write lines of their own in a log or move a terminal's cursor.
@@ -190,6 +191,22 @@ class CancelledError(KvferryError):
 
     code = "CANCELLED"
     status = "CANCELLED"
+
+
+class LookUpError(KvferryError):
+    """Raised when the passages that a question needs cannot be had from the sender that read the document.
+
+    ``references`` in the fields says what is missing, ``sender`` where it was looked for, and ``reason`` is the code of
+    what went wrong there: where that may pass by itself, so may this.
+    """
+
+    code = "LOOK_UP"
+    status = "UNAVAILABLE"
+
+    def __init__(self, message: str, **fields: FieldValue) -> None:
+        super().__init__(message, **fields)
+        cause = error_classes().get(str(fields.get("reason")))
+        self.retryable = cause is not None and cause.retryable
 
 
 class PeerError(KvferryError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvferry.core.compat import judge, refusal
@@ -20,6 +20,7 @@ from kvferry.core.ledger import (
     SenderAccount,
     Tokens,
     Traffic,
+    auto_account,
 )
 from kvferry.core.stored import Stored
 from kvferry.engine.cache import PrefixCache
@@ -27,17 +28,20 @@ from kvferry.engine.generate import Answer, Sampling, Token
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.residency import Residency
 from kvferry.receiver import parity, reconstruct
+from kvferry.receiver.reconstruct import Message
 
 _NO_ACCOUNT = SenderAccount(0, 0, 0.0, 0.0, 0.0, 0.0)
 _NO_TRAFFIC = Traffic(0, 0, 0, 0)
 FALLBACK = "fallback_reprefill"
+WITHOUT_PASSAGES = "fallback_without_passages"
 
 
 @dataclass
 class Preparation:
     """What it took to have the prefix's cache at hand for one question.
 
-    ``prefix`` is a kept cache, or the model's own caches for a text that is read anew for every question.
+    ``prefix`` is a kept cache, or the model's own caches for material that is read anew for every question.
+    ``fallback`` is what was done instead, where there is a reason for it.
     """
 
     prefix: PrefixCache | list[Any]
@@ -49,6 +53,8 @@ class Preparation:
     prefill_ms: float = 0.0
     parity: ParityFigures | None = None
     fallback_reason: str | None = None
+    fallback: str = FALLBACK
+    lookups: Lookups = field(default_factory=Lookups)
 
 
 @dataclass
@@ -73,8 +79,12 @@ class Answerer:
         self._residency = residency
         self._versions = versions
 
-    def prepare(self, stored: Stored) -> Generator[int, None, Preparation]:
+    def prepare(self, stored: Stored, message: Message | None = None) -> Generator[int, None, Preparation]:
         """Rebuild, reread or find the cache of an artifact's prefix.
+
+        Args:
+            stored: the artifact.
+            message: what was put together for this question from an artifact of references.
 
         Yields:
             Tokens read so far, so that other work can take turns.
@@ -88,11 +98,11 @@ class Answerer:
         held = self._residency.get(stored.artifact_id)
         if held is not None:
             return _kept(held, parity.measured(stored))
-        self._check_fit(stored)
+        self.check_fit(stored)
         if stored.manifest.method.consume == "inject":
             preparation = self._rebuild(stored)
         else:
-            preparation = yield from self._read(stored)
+            preparation = yield from self._read(stored, message)
         if isinstance(preparation.prefix, PrefixCache):
             self._residency.put(stored.artifact_id, preparation.prefix)
         return preparation
@@ -104,7 +114,7 @@ class Answerer:
             ContainerError: when the ids are damaged too, or the artifact has none.
             RefusedError: when the artifact does not fit the model that runs now.
         """
-        self._check_fit(stored)
+        self.check_fit(stored)
         key = _reread_key(stored.artifact_id)
         held = self._residency.get(key)
         if held is not None:
@@ -140,8 +150,12 @@ class Answerer:
         self._residency.drop(artifact_id)
         self._residency.drop(_reread_key(artifact_id))
 
-    def _check_fit(self, stored: Stored) -> None:
-        # The store outlives the daemon, which may have been started again with another model.
+    def check_fit(self, stored: Stored) -> None:
+        """Check an artifact against the model. The store outlives the daemon, which may have been given another one.
+
+        Raises:
+            RefusedError: when it does not fit. May be called from any thread.
+        """
         verdict = judge(stored.manifest, self._model.profile)
         if not verdict.accepted:
             raise refusal(verdict)
@@ -154,9 +168,9 @@ class Answerer:
             figures = parity.check(self._model, prefix, stored)
         return _kept(prefix, figures, _since(start))
 
-    def _read(self, stored: Stored) -> Generator[int, None, Preparation]:
+    def _read(self, stored: Stored, message: Message | None) -> Generator[int, None, Preparation]:
         start = time.perf_counter()
-        message = reconstruct.message(stored.manifest, stored.sections)
+        message = message or reconstruct.message(stored.manifest, stored.sections)
         ids = self._model.prompt.prefix(message.text, message.system, message.kind)
         reconstruct_ms = _since(start)
         start = time.perf_counter()
@@ -174,21 +188,22 @@ class Answerer:
         preparation, manifest = account.preparation, stored.manifest
         rows = preparation.rows
         fallback_reason = preparation.fallback_reason or sender.fallback_reason
+        wire_bytes = traffic.wire_bytes + preparation.lookups.bytes
         return Ledger(
             artifact_id=stored.artifact_id.hex(),
             method=manifest.method.id,
             form=manifest.form,
             verdict="accepted",
-            fallback=FALLBACK if fallback_reason else None,
+            fallback=preparation.fallback if fallback_reason else None,
             fallback_reason=fallback_reason,
             manifest_bytes=traffic.manifest_bytes,
             payload_bytes=traffic.payload_bytes,
             resent_bytes=traffic.resent_bytes,
             control_bytes=traffic.control_bytes,
-            lookups=Lookups(),
-            wire_bytes=traffic.wire_bytes,
+            lookups=preparation.lookups,
+            wire_bytes=wire_bytes,
             dense_bf16_bytes=sender.dense_bf16_bytes,
-            ratio=sender.dense_bf16_bytes / traffic.wire_bytes if traffic.wire_bytes else 0.0,
+            ratio=sender.dense_bf16_bytes / wire_bytes if wire_bytes else 0.0,
             tokens=Tokens(
                 sender_prefill=sender.prefill_tokens,
                 receiver_prefill=preparation.read_tokens + account.question_tokens,
@@ -214,6 +229,7 @@ class Answerer:
             system=manifest.prompt.system.hex(),
             runtime=self._versions,
             request_id=account.request_id,
+            auto=auto_account(sender, stored.record.verify_ms, account.first_token_ms),
         )
 
 

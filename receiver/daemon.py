@@ -19,6 +19,7 @@ from kvferry.receiver.answering import Answerer
 from kvferry.receiver.intake import Intake
 from kvferry.receiver.ledger_file import LedgerFile
 from kvferry.receiver.service import ReceiverParts, ReceiverServicer
+from kvferry.receiver.span_client import SpanClient
 from kvferry.receiver.tcp_worker import TcpWorker
 
 
@@ -29,9 +30,9 @@ async def run(config: ReceiverConfig, *, announce_json: bool = False) -> None:
         KvferryError: when the model, the store, the address or a file that protects it cannot be used.
     """
     protection = security.for_server(config)
-    async with node.opened(config, config.max_payload_bytes) as opened:
+    async with SpanClient(config) as spans, node.opened(config, config.max_payload_bytes) as opened:
         metrics = ReceiverMetrics(opened.model.profile.model.id, opened.versions)
-        parts = _parts(config, opened, metrics)
+        parts = _parts(config, opened, metrics, spans)
 
         def register(server: grpc.aio.Server) -> Iterable[str]:
             intake_service.register(ReceiverServicer(parts), server)
@@ -44,7 +45,7 @@ async def run(config: ReceiverConfig, *, announce_json: bool = False) -> None:
             )
 
 
-def _parts(config: ReceiverConfig, opened: Node, metrics: ReceiverMetrics) -> ReceiverParts:
+def _parts(config: ReceiverConfig, opened: Node, metrics: ReceiverMetrics, spans: SpanClient) -> ReceiverParts:
     return ReceiverParts(
         config=config,
         model=opened.model,
@@ -56,6 +57,7 @@ def _parts(config: ReceiverConfig, opened: Node, metrics: ReceiverMetrics) -> Re
         worker=opened.worker,
         versions=opened.versions,
         metrics=metrics,
+        spans=spans,
     )
 
 

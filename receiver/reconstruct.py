@@ -47,6 +47,8 @@ def message(manifest: Manifest, sections: Sections) -> Message:
     Raises:
         ContainerError: when it is not what the manifest speaks of, or its places are not in the document.
     """
+    if manifest.form == "references":
+        raise ContainerError("form: a references artifact holds no material of its own", field="form")
     instructions = system(manifest, sections)
     characters = manifest.document.characters
     if container.EVIDENCE in sections:

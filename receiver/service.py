@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from kvferry.core import limits, request_ids, rpc, wire
+from kvferry.core import addresses, limits, request_ids, rpc, wire
 from kvferry.core import stored as stored_files
 from kvferry.core.config import ReceiverConfig
 from kvferry.core.errors import (
@@ -34,7 +34,9 @@ from kvferry.receiver.answering import Account, Answerer
 from kvferry.receiver.intake import Intake
 from kvferry.receiver.intake_service import IntakeServicer
 from kvferry.receiver.ledger_file import LedgerFile
+from kvferry.receiver.looking_up import Question
 from kvferry.receiver.preparing import Preparer
+from kvferry.receiver.span_client import SpanClient
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class ReceiverParts:
     worker: Worker
     versions: dict[str, str]
     metrics: ReceiverMetrics
+    spans: SpanClient
 
 
 class ReceiverServicer(IntakeServicer):
@@ -59,7 +62,7 @@ class ReceiverServicer(IntakeServicer):
     def __init__(self, parts: ReceiverParts) -> None:
         super().__init__(parts.intake, parts.metrics)
         self._parts = parts
-        self._preparer = Preparer(parts.store, parts.answerer, parts.worker, parts.metrics)
+        self._preparer = Preparer(parts.store, parts.answerer, parts.worker, parts.metrics, parts.spans)
 
     async def Describe(  # noqa: N802  (the names are gRPC's)
         self,
@@ -67,7 +70,9 @@ class ReceiverServicer(IntakeServicer):
         context: grpc.aio.ServicerContext[pb.ReceiverServiceDescribeRequest, pb.ReceiverServiceDescribeResponse],
     ) -> pb.ReceiverServiceDescribeResponse:
         """Say what this receiver runs."""
-        node = wire.node_to_message("receiver", self._parts.model.profile, self._parts.versions)
+        model = self._parts.model
+        speed = model.speed.prefill_tokens_per_second
+        node = wire.node_to_message("receiver", model.profile, self._parts.versions, speed)
         return pb.ReceiverServiceDescribeResponse(node=node)
 
     async def Ask(  # noqa: N802
@@ -78,7 +83,7 @@ class ReceiverServicer(IntakeServicer):
         async with rpc.reporting(context):
             sampling = self._check_question(request)
             artifact_id = wire.check_digest(request.artifact_id, "artifact_id")
-            stored, preparation = await self._preparer.prepare(artifact_id, allow_fallback=request.allow_fallback)
+            stored, preparation = await self._preparer.prepare(artifact_id, _question(request))
             account = Account(accepted_at, preparation, request_ids.current())
             stream = self._parts.worker.stream(self._parts.answerer.answer(stored, request.question, sampling, account))
             try:
@@ -102,9 +107,11 @@ class ReceiverServicer(IntakeServicer):
     async def Measure(  # noqa: N802
         self, request: pb.MeasureRequest, context: grpc.aio.ServicerContext[pb.MeasureRequest, pb.MeasureResponse]
     ) -> pb.MeasureResponse:
-        """Take bytes and throw them away."""
-        self._metrics.received("measure", len(request.padding))
-        return pb.MeasureResponse(received=len(request.padding))
+        """Take bytes and throw them away: what a sender measures the link with."""
+        response = pb.MeasureResponse(received=len(request.padding))
+        self._metrics.received("measure", request.ByteSize())
+        self._metrics.sent("measure", response.ByteSize())
+        return response
 
     async def List(  # noqa: N802
         self, request: pb.ListRequest, context: grpc.aio.ServicerContext[pb.ListRequest, pb.ListResponse]
@@ -156,6 +163,11 @@ class ReceiverServicer(IntakeServicer):
                 f"max_tokens: {request.max_tokens}, the limit is {limit}", value=request.max_tokens, limit=limit
             )
         return Sampling(request.max_tokens, request.temperature, request.top_p, request.seed)
+
+
+def _question(request: pb.AskRequest) -> Question:
+    sender = addresses.parse(request.sender, "sender", addresses.SENDER_PORT) if request.sender else None
+    return Question(request.question, sender, request.allow_fallback)
 
 
 def _summary(get: Callable[[bytes], Stored], artifact_id: bytes, quarantined: str) -> Iterator[pb.ArtifactSummary]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,13 +10,26 @@ from kvferry.core import limits
 from kvferry.core.digests import digest
 from kvferry.core.errors import InvalidRequestError, NotFoundError, StoreError, TooLargeError
 from kvferry.core.files import write_atomic
+from kvferry.sender.text_cache import TextCache
+
+CACHE_BYTES = 64 * limits.MIB
 
 
 class DocumentStore:
     """A directory of UTF-8 texts."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, cache_bytes: int = CACHE_BYTES) -> None:
+        """Open a directory, or make it.
+
+        Args:
+            root: the directory.
+            cache_bytes: memory for the texts that were just looked up.
+
+        Raises:
+            StoreError: when the disk refuses.
+        """
         self._root = root
+        self._cache = TextCache(cache_bytes)
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -34,12 +48,13 @@ class DocumentStore:
         except OSError as error:
             raise StoreError(f"store {self._root}: {error.strerror}", path=str(self._root)) from error
 
-    def spans(self, document: bytes, spans: Sequence[tuple[int, int]]) -> list[str]:
+    def spans(self, document: bytes, spans: Sequence[tuple[int, int]], max_bytes: int = 0) -> list[str]:
         """Return passages.
 
         Args:
             document: digest of the text's UTF-8 bytes.
             spans: half-open ranges of code points.
+            max_bytes: stop before the passage with which all would take more UTF-8; 0 returns every passage.
 
         Raises:
             NotFoundError: when the document was never read here.
@@ -51,8 +66,6 @@ class DocumentStore:
                 f"spans: {len(spans)}, at most {limits.MAX_SPANS} a call", value=len(spans), limit=limits.MAX_SPANS
             )
         text = self._read(document)
-        passages: list[str] = []
-        size = 0
         for start, end in spans:
             if not 0 <= start <= end <= len(text):
                 raise InvalidRequestError(
@@ -62,8 +75,14 @@ class DocumentStore:
                     end=end,
                     limit=len(text),
                 )
-            passages.append(text[start:end])
-            size += len(passages[-1].encode("utf-8"))
+        passages: list[str] = []
+        size = 0
+        for start, end in spans:
+            passage = text[start:end]
+            size += len(passage.encode("utf-8"))
+            if max_bytes and size > max_bytes:
+                break
+            passages.append(passage)
             if size > limits.MAX_SPAN_BYTES:
                 raise TooLargeError(
                     f"spans: more than {limits.MAX_SPAN_BYTES} bytes of text in one call",
@@ -73,12 +92,24 @@ class DocumentStore:
         return passages
 
     def _read(self, document: bytes) -> str:
+        """Return a text that was verified since its file last changed."""
+        path = self._root / f"{document.hex()}.txt"
         try:
-            data = (self._root / f"{document.hex()}.txt").read_bytes()
+            text = self._cache.get(document, _stamp(path.stat()))
+            if text is not None:
+                return text
+            with path.open("rb") as file:
+                stamp, data = _stamp(os.fstat(file.fileno())), file.read()
         except FileNotFoundError as error:
             raise NotFoundError(f"document {document.hex()}: not read here", document=document.hex()) from error
         except OSError as error:
             raise StoreError(f"document {document.hex()}: {error.strerror}", document=document.hex()) from error
         if digest(data) != document:
             raise StoreError(f"document {document.hex()}: its text on disk has changed", document=document.hex())
-        return data.decode("utf-8")
+        text = data.decode("utf-8")
+        self._cache.put(document, stamp, text)
+        return text
+
+
+def _stamp(found: os.stat_result) -> tuple[int, int, int]:
+    return found.st_size, found.st_mtime_ns, found.st_ino

@@ -47,6 +47,31 @@ def test_words_make_the_question_and_options_travel(ask: Run, daemons: Any) -> N
     assert (request.temperature, request.top_p) == (0.5, 0.9)
 
 
+def test_the_receiver_knows_its_sender_unless_it_is_told(ask: Run, daemons: Any) -> None:
+    assert ask("Which?").exit_code == 0
+    assert ask("Which?", "--look-up-at", "studio.local:9").exit_code == 0
+    assert [request.sender for request in daemons.receiver.requests] == ["", "studio.local:9"]
+
+
+@pytest.mark.parametrize(
+    ("hit", "words"),
+    [
+        (None, ""),
+        (False, " · no reference has to do with the question"),
+        (True, " · looked up 3 references (1.6 kB, 12 ms)"),
+    ],
+)
+def test_a_look_up_is_told(ask: Run, daemons: Any, fakes: Any, hit: bool | None, words: str) -> None:  # noqa: FBT001
+    found = {"count": 3, "calls": 1, "bytes": 1567, "text_bytes": 1460, "ms": 12.4, "hit": hit, "missing": []}
+
+    def script(request: Any, _context: Any) -> Any:
+        yield from [fakes.piece(text, token_id) for text, token_id in fakes.TOKENS]
+        yield fakes.answer_end(request, ledger_json=fakes.ledger(fakes.ARTIFACT, lookups=found))
+
+    daemons.receiver.script = script
+    assert ask("Which?").stderr == LEDGER.replace("\n", f"{words}\n")
+
+
 def test_an_id_may_be_cut_short(kvferry: Run, daemons: Any, fakes: Any) -> None:
     assert kvferry("ask", fakes.OTHER.hex()[:8], "Which?", "--receiver", daemons.address).exit_code == 0
     assert daemons.receiver.requests[0].artifact_id == fakes.OTHER

@@ -763,6 +763,17 @@ def test_a_problem_exits_with_one_and_is_printed_with_its_remedy(
     assert "sender" not in result.stdout
 
 
+@pytest.mark.parametrize(("key", "others"), [("sender", 1), ("ledger", 0)])
+def test_the_sender_that_a_receivers_file_names_is_a_peer(
+    doctor: Callable[..., Result], tmp_path: Path, key: str, others: int
+) -> None:
+    path, dead = tmp_path / "my-receiver.toml", f"127.0.0.1:{free_port()}"
+    path.write_text(f'{key} = "{dead}"\n')
+    found = findings_of(doctor("--json", "--config", str(path)))
+    peers = [finding for finding in found if finding["name"] == "peer"]
+    assert [dead in finding["message"] for finding in peers] == [True] * others
+
+
 def test_a_configuration_that_is_wrong_is_a_finding(doctor: Callable[..., Result], tmp_path: Path) -> None:
     path = tmp_path / "my-sender.toml"
     path.write_text("chunk_bytes = 1\n")

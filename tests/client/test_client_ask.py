@@ -15,6 +15,7 @@ from kvferry.client import (
     ContextOverflowError,
     DeadlineError,
     InvalidRequestError,
+    LookUpError,
     NotFoundError,
     PeerError,
     Piece,
@@ -57,6 +58,27 @@ def test_a_stream_gives_pieces_and_then_the_answer(kv: Any, fakes: Any) -> None:
 def test_nothing_is_asked_before_the_iteration(kv: Any, daemons: Any, fakes: Any) -> None:
     kv.stream(fakes.ARTIFACT.hex(), "Which?").close()
     assert daemons.receiver.requests == []
+
+
+def test_the_receiver_is_told_where_passages_are_looked_up(open_client: Any, daemons: Any, fakes: Any) -> None:
+    for settings in ({}, {"look_up_at": "studio.local:9"}, {"look_up_at": ""}):
+        open_client(**settings).ask(fakes.ARTIFACT.hex(), "Which?")
+    told = [request.sender for request in daemons.receiver.requests]
+    assert told == [daemons.address, "studio.local:9", ""]
+
+
+def test_a_failed_look_up_names_what_is_missing(kv: Any, daemons: Any, fakes: Any) -> None:
+    fields = {"references": "gate code; gate lamp", "sender": "studio.local:9", "reason": "DEADLINE"}
+
+    def script(_request: Any, context: Any) -> Any:
+        fakes.abort(context, "UNAVAILABLE", "passages cannot be had", "LOOK_UP", fields)
+        yield
+
+    daemons.receiver.script = script
+    with pytest.raises(LookUpError, match="passages cannot be had") as caught:
+        kv.ask(fakes.ARTIFACT.hex(), "Which?")
+    assert caught.value.fields == fields
+    assert caught.value.retryable
 
 
 def test_a_truncated_answer_is_no_success(kv: Any, daemons: Any, fakes: Any) -> None:

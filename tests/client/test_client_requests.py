@@ -112,6 +112,7 @@ class TestPeers:
             "sender": "127.0.0.1:1",
             "receiver": "127.0.0.1:2",
             "deliver_to": None,
+            "look_up_at": None,
             "timeout": 1,
             "idle_timeout": 1,
         }
@@ -123,6 +124,8 @@ class TestPeers:
             ("sender", "host:port"),
             ("receiver", "::1:5"),
             ("deliver_to", ":5"),
+            ("look_up_at", ":5"),
+            ("look_up_at", "tcp://studio.local:7"),
             ("timeout", 0),
             ("timeout", math.nan),
             ("idle_timeout", -1),
@@ -158,3 +161,20 @@ class TestPeers:
             return
         with pytest.raises(ConfigError, match=r"deliver_to: .* is this machine"):
             _ = peers.delivery_address
+
+    @pytest.mark.parametrize(
+        ("changes", "told"),
+        [
+            ({}, "127.0.0.1:1"),
+            ({"sender": "studio.local", "receiver": "mini.local:5"}, "studio.local:7411"),
+            ({"sender": "studio.local"}, "studio.local:7411"),
+            # This machine is another one to the receiver, which may know the sender better.
+            ({"receiver": "mini.local"}, ""),
+            ({"receiver": "mini.local", "sender": "[::1]:5"}, ""),
+            ({"receiver": "mini.local", "look_up_at": "studio.local"}, "studio.local"),
+            ({"sender": "studio.local", "look_up_at": "10.0.0.1:9"}, "10.0.0.1:9"),
+            ({"sender": "studio.local", "look_up_at": ""}, ""),
+        ],
+    )
+    def test_the_receiver_is_told_where_it_finds_the_sender(self, changes: dict[str, Any], told: str) -> None:
+        assert self.parse(**changes).look_up_address == told

@@ -70,6 +70,22 @@ def test_only_what_may_pass_by_itself_is_retryable() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("UNAVAILABLE", True),
+        ("DEADLINE", True),
+        ("BUSY", True),
+        ("NOT_FOUND", False),
+        ("AUTHENTICATION", False),
+        ("LATER_VERSION", False),
+        (None, False),
+    ],
+)
+def test_a_look_up_may_be_tried_again_when_what_stopped_it_may_pass(reason: str | None, expected: bool) -> None:  # noqa: FBT001
+    assert errors.LookUpError("passages cannot be had", reason=reason).retryable is expected
+
+
 def test_the_tree_in_the_docstring_is_the_tree() -> None:
     """Names and parents, read from the indentation of the drawing."""
     drawn: dict[str, str] = {}

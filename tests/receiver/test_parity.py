@@ -15,6 +15,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvferry.core import manifest
+from kvferry.core.config import ReceiverConfig
 from kvferry.core.errors import ManifestError, NotFoundError, ParityError, QuarantinedError
 from kvferry.core.manifest import Parity
 from kvferry.core.metrics import ReceiverMetrics
@@ -27,7 +28,9 @@ from kvferry.engine.residency import Residency
 from kvferry.engine.worker import Worker
 from kvferry.receiver import answering, parity, reconstruct
 from kvferry.receiver.answering import Answerer
+from kvferry.receiver.looking_up import Question
 from kvferry.receiver.preparing import Preparer
+from kvferry.receiver.span_client import SpanClient
 
 DOCUMENT = "The access code of the north warehouse is 4417. " * 5
 SHAPE: dict[str, Any] = {"heads": 6, "kv_heads": 3, "head_dim": 8, "layers": 3}
@@ -325,26 +328,28 @@ async def test_a_wrong_cache_is_put_aside_and_never_answered_from(
     taken = receiver.take(artifact(model, "B1", DOCUMENT))
     worker, metrics = Worker(), ReceiverMetrics("tiny", runtime_versions())
     residency = Residency(2**30)
-    preparer = Preparer(receiver.store, Answerer(model, residency, runtime_versions(), mode), worker, metrics)
+    answerer, spans = Answerer(model, residency, runtime_versions(), mode), SpanClient(ReceiverConfig())
+    preparer = Preparer(receiver.store, answerer, worker, metrics, spans)
+    strict, lenient = Question("Which?"), Question("Which?", allow_fallback=True)
     try:
         with monkeypatch.context() as patch:
             build = reconstruct.prefix_cache
             patch.setattr(answering.reconstruct, "prefix_cache", lambda *given: layers_swapped(build(*given)))
             with pytest.raises(ParityError, match="nats from the sender's"):
-                await preparer.prepare(taken.artifact_id, allow_fallback=False)
+                await preparer.prepare(taken.artifact_id, strict)
         assert receiver.store.ids() == []
         (reason,) = receiver.store.quarantined().values()
         assert "nats from the sender's, the bound is 0.0001" in reason
         assert residency.nbytes == 0
         with pytest.raises(QuarantinedError, match="nats from the sender's"):
-            await preparer.prepare(taken.artifact_id, allow_fallback=False)
-        _, preparation = await preparer.prepare(taken.artifact_id, allow_fallback=True)
+            await preparer.prepare(taken.artifact_id, strict)
+        _, preparation = await preparer.prepare(taken.artifact_id, lenient)
         assert preparation.fallback_reason == reason
         assert preparation.parity is None
         assert preparation.reused_tokens == 0
         # Sent again, it is judged again.
         receiver.take(artifact(model, "B1", DOCUMENT))
-        _, preparation = await preparer.prepare(taken.artifact_id, allow_fallback=False)
+        _, preparation = await preparer.prepare(taken.artifact_id, strict)
         assert preparation.parity is not None
         assert preparation.parity.top1
     finally:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -124,3 +125,12 @@ def test_spans_that_do_not_fit_are_refused(
     contents[container.SPANS] = struct.pack("<III", *row)
     with pytest.raises(ContainerError, match=r"^section document\.spans: "):
         reconstruct.message(stored.manifest, Given(contents))
+
+
+def test_references_have_no_material_until_something_is_looked_up(
+    artifact: Callable[..., Any], model: LoadedModel
+) -> None:
+    stored = artifact(model, "A1", DOCUMENT)
+    references = msgspec.structs.replace(stored.manifest, form="references")
+    with pytest.raises(ContainerError, match="holds no material of its own"):
+        reconstruct.message(references, stored.sections)

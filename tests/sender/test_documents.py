@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvferry.core import limits
 from kvferry.core.digests import digest
 from kvferry.core.errors import InvalidRequestError, NotFoundError, StoreError, TooLargeError
+from kvferry.sender import documents
 from kvferry.sender.documents import DocumentStore
 
 FAMILY = "👩‍👩‍👧"
@@ -94,6 +95,60 @@ def test_too_many_spans_are_refused(store: DocumentStore) -> None:
     with pytest.raises(TooLargeError, match="spans: 65, at most 64 a call") as caught:
         store.spans(key, [(0, 1)] * 65)
     assert caught.value.fields == {"value": 65, "limit": 64}
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "expected"),
+    [
+        (0, ["Tür", "門", "", "🚢"]),
+        (11, ["Tür", "門", "", "🚢"]),
+        (10, ["Tür", "門", ""]),
+        (7, ["Tür", "門", ""]),
+        (6, ["Tür"]),
+        (4, ["Tür"]),
+        (3, []),
+        (1, []),
+    ],
+)
+def test_passages_stop_before_the_one_that_passes_the_callers_budget(
+    store: DocumentStore, max_bytes: int, expected: list[str]
+) -> None:
+    # 4, 3, 0 and 4 bytes; a later one that would fit is not taken in the place of one that does not.
+    spans = [(0, 3), (4, 5), (0, 0), (20, 21)]
+    assert store.spans(keep(store, TEXT), spans, max_bytes) == expected
+
+
+def test_a_budget_does_not_hide_a_span_outside_the_document(store: DocumentStore) -> None:
+    with pytest.raises(InvalidRequestError, match=r"spans: 0\.\.22 is not inside"):
+        store.spans(keep(store, TEXT), [(0, 3), (0, 22)], 1)
+
+
+def test_a_text_that_was_looked_up_is_at_hand_until_its_file_changes(store: DocumentStore, tmp_path: Path) -> None:
+    document = keep(store, TEXT)
+    file = tmp_path / "documents" / f"{document.hex()}.txt"
+    assert store.spans(document, [(0, 3)]) == ["Tür"]
+    # As long as before, and another file.
+    other = tmp_path / "other"
+    other.write_bytes(TEXT.upper().encode()[: file.stat().st_size])
+    other.replace(file)
+    with pytest.raises(StoreError, match="its text on disk has changed"):
+        store.spans(document, [(0, 3)])
+    file.unlink()
+    with pytest.raises(NotFoundError):
+        store.spans(document, [(0, 3)])
+    keep(store, TEXT)
+    assert store.spans(document, [(4, 5)]) == ["門"]
+
+
+def test_a_text_at_hand_is_not_read_again(
+    store: DocumentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document, uncached = keep(store, TEXT), DocumentStore(tmp_path / "documents", cache_bytes=0)
+    verified: list[int] = []
+    monkeypatch.setattr(documents, "digest", lambda data: verified.append(len(data)) or digest(data))
+    for _ in range(3):
+        assert store.spans(document, [(0, 3)]) == uncached.spans(document, [(0, 3)]) == ["Tür"]
+    assert len(verified) == 1 + 3
 
 
 def test_passages_are_limited_by_their_bytes_not_their_characters(store: DocumentStore) -> None:

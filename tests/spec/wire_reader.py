@@ -48,7 +48,13 @@ def read_manifest(data):
     for group in KV_ONLY:
         require((manifest[group] is not None) == kv, f"group {group} does not fit the form")
     require(kv or manifest["mapper"] is None, "mapper does not fit the form")
-    require((manifest["method"]["consume"] == "inject") == kv, "method.consume does not fit the form")
+    consume = {
+        "kv": ["inject"],
+        "references": ["look_up"],
+        "evidence": ["prefill"],
+        "text": ["prefill", "prefill_once"],
+    }
+    require(manifest["method"]["consume"] in consume[manifest["form"]], "method.consume does not fit the form")
     require(list(manifest["method"]["params"]) == sorted(manifest["method"]["params"]), "params out of order")
     return digest(data), manifest
 
@@ -128,6 +134,19 @@ def read_cache(manifest, arrays):
             parts.append(np.split(rows.reshape(-1, layer[f"{part}_dim"]), np.cumsum(counts)[:-1]))
         cache.append(list(zip(*parts, strict=True)))
     return cache
+
+
+def read_evidence(manifest, arrays):
+    """Section 3: the message of evidence or references, and for every fact the places that it may stand at."""
+    (data,) = (arrays[name].tobytes() for name in ("document.evidence", "document.references") if name in arrays)
+    message = json.loads(data)
+    require(json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode() == data, "not the one form")
+    facts = message.get("facts", message.get("references"))
+    places = [fact["spans"] if "spans" in fact else [[fact["start"], fact["end"]]] for fact in facts]
+    for spans in places:
+        ends = [-1, *(at for span in spans for at in span[:1]), manifest["document"]["characters"]]
+        require(all(start < end <= ends[-1] for start, end in spans) and sorted(ends) == ends, "places")
+    return message, places
 
 
 def read_rows(name, arrays, packed, bits, group, axis):

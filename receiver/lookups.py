@@ -1,0 +1,139 @@
+"""Which passages of a document a question needs, and what the passages that came make to read.
+
+Rules and figures are those of docs/wire.md. Places are half-open ranges of the document's code points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.core import bm25
+from kvferry.core.evidence import Reference
+from kvferry.core.spans import Span
+from kvferry.core.words import terms
+
+MAX_LOOKUPS = 6
+"""Most references that one question follows."""
+BEFORE = 40
+AFTER = 160
+"""How far a window reaches around a reference, in code points."""
+MAX_WINDOW = 500
+"""Longest window, in code points: one always fits the budget, whatever its characters."""
+MAX_BYTES = 2000
+"""Most UTF-8 that one question fetches."""
+BETWEEN = "\n"
+"""Stands between passages that do not touch in the document."""
+
+
+class Place(NamedTuple):
+    """A range of a document."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a question asks of a document.
+
+    Attributes:
+        references: those that are followed, the best first.
+        windows: for each of them what is fetched for its sake; nothing where better ones cover it all.
+    """
+
+    references: tuple[Reference, ...]
+    windows: tuple[tuple[Place, ...], ...]
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """All that is fetched, in this order."""
+        return tuple(place for window in self.windows for place in window)
+
+    def found(self, passages: int) -> int:
+        """Return how many references are whole once the first ``passages`` places have come."""
+        return sum(needed <= passages for needed in accumulate(map(len, self.windows)))
+
+
+@dataclass(frozen=True)
+class Excerpts:
+    """Passages put together, and where they stand in the document; the rest is marks between them."""
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+def choose(references: Sequence[Reference], question: str, document: int) -> Wanted:
+    """Decide what to fetch for a question.
+
+    Args:
+        references: of the artifact.
+        question: as it was asked.
+        document: code points of the document.
+    """
+    chosen = tuple(_best(references, question))
+    covered: list[Place] = []
+    windows = []
+    for reference in chosen:
+        own = tuple(_uncovered(_window(reference, document), covered))
+        covered += own
+        windows.append(own)
+    return Wanted(chosen, tuple(windows))
+
+
+def put_together(places: Iterable[Place], texts: Iterable[str]) -> Excerpts:
+    """Return what came, in the order of the document.
+
+    Args:
+        places: ranges that do not overlap.
+        texts: of the first of them.
+    """
+    parts: list[str] = []
+    spans: list[Span] = []
+    at = 0
+    for place, text in sorted(zip(places, texts, strict=False)):
+        if spans and spans[-1].end == place.start:
+            spans[-1] = spans[-1]._replace(end=place.end)
+        else:
+            if spans:
+                parts.append(BETWEEN)
+                at += len(BETWEEN)
+            spans.append(Span(at, *place))
+        parts.append(text)
+        at += len(text)
+    return Excerpts("".join(parts), tuple(spans))
+
+
+def _best(references: Sequence[Reference], question: str) -> Iterator[Reference]:
+    """Yield the references that share a term with the question, each place once."""
+    scores = bm25.scores(terms(question), [terms(f"{item.entity} {item.attribute}") for item in references])
+    seen: set[Place] = set()
+    # A stable sort leaves equals in the order of the message.
+    for index in np.argsort(-scores, kind="stable").tolist():
+        place = Place(references[index].start, references[index].end)
+        if scores[index] <= 0 or len(seen) == MAX_LOOKUPS:
+            return
+        if place not in seen:
+            seen.add(place)
+            yield references[index]
+
+
+def _window(reference: Reference, document: int) -> Place:
+    start = max(reference.start - BEFORE, 0)
+    return Place(start, min(reference.end + AFTER, document, start + MAX_WINDOW))
+
+
+def _uncovered(window: Place, covered: Iterable[Place]) -> list[Place]:
+    left = [window]
+    for taken in covered:
+        parts = (
+            part
+            for piece in left
+            for part in (Place(piece.start, min(piece.end, taken.start)), Place(max(piece.start, taken.end), piece.end))
+        )
+        left = [part for part in parts if part.start < part.end]
+    return left
