@@ -23,7 +23,12 @@ _TAKEN = ("document", "fallback", "method", "progress", "question", "system", "t
 
 @click.command(name="send")
 @click.argument("document")
-@click.option("--method", default="B1", show_default=True, help="Id or name of the method, see `kvferry methods`.")
+@click.option(
+    "--method",
+    default="B1",
+    show_default=True,
+    help="Id or name of the method, see `kvferry methods`; or auto: whatever gives the first token soonest.",
+)
 @click.option(
     "--budget", help="How much is sent: rows or text tokens (256), a fraction (0.25), bytes of a cache (200KB)."
 )
@@ -60,11 +65,15 @@ def command(
     """Have the sender read a document and deliver it to the receiver.
 
     DOCUMENT is a UTF-8 text file, or - for standard input. Prints the artifact's id, which `kvferry ask` takes.
+
+    With --method auto the sender measures link, models and sizes, and says what it chose and why. --param quality=near
+    lets it pack the cache, quality=reduced lets it leave parts of the document out; the default is exact.
     """
     named = {"budget": budget, "bits": bits}
     given = parse_parameters([*(f"{name}={value}" for name, value in named.items() if value is not None), *parameters])
 
     from kvferry.client import Client, Progress
+    from kvferry.core.choice import explain
 
     source = sys.stdin.buffer if document == "-" else Path(document)
     with (
@@ -79,7 +88,9 @@ def command(
             source, method=method, question=question, system=system, fallback=fallback, progress=show, **given
         )
     if report.fallback_reason is not None:
-        output.remark(f"fell back to the text ({report.method}): {report.fallback_reason}")
+        output.remark(f"fell back to the {report.form} ({report.method}): {report.fallback_reason}")
+    if report.account.auto is not None:
+        output.remark(f"chose {explain(report.account.auto)}")
     if as_json:
         output.write_json(record(report))
     else:

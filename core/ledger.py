@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.core import json_records
+from kvferry.core.choice import AutoChoice
 
 # An account comes from another machine, and its numbers go into sums, ratios and metrics.
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -22,7 +23,8 @@ class SenderAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         dense_bf16_bytes: the document's dense bf16 cache: the yardstick of every ratio.
         prefill_ms, method_ms, encode_ms: spent when the artifact was made.
         transfer_ms: from Offer to the last acknowledged chunk.
-        fallback_reason: why this text was sent in place of the cache that was asked for.
+        fallback_reason: why this was sent in place of the cache that was asked for.
+        auto: what was weighed, where the sender chose the method.
     """
 
     prefill_tokens: Count
@@ -32,6 +34,7 @@ class SenderAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     encode_ms: Duration
     transfer_ms: Duration
     fallback_reason: Annotated[str, Meta(max_length=65_536)] | None = None
+    auto: AutoChoice | None = None
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -60,11 +63,25 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 class Lookups(msgspec.Struct, frozen=True):
-    """Passages fetched from the sender at answer time."""
+    """Passages fetched from the sender at answer time.
+
+    Attributes:
+        count: references whose passages came whole.
+        calls: to the sender; a repeated one counts again.
+        bytes: their messages, requests and responses.
+        text_bytes: UTF-8 of the passages.
+        ms: from the first request to the last response.
+        hit: whether any reference has to do with the question; None where the artifact holds no references.
+        missing: references whose passages could not be had.
+    """
 
     count: int = 0
+    calls: int = 0
     bytes: int = 0
+    text_bytes: int = 0
     ms: float = 0.0
+    hit: bool | None = None
+    missing: tuple[str, ...] = ()
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -109,8 +126,25 @@ class ParityFigures(msgspec.Struct, frozen=True):
     bound: float
 
 
+class AutoAccount(msgspec.Struct, frozen=True):
+    """What a choice of the sender's led to one to expect, beside what happened.
+
+    Attributes:
+        expected_ms: until the first token of the first answer.
+        happened_ms: the same of this answer: failed attempts, making the artifact if this send made it, transfer,
+            verification, and from the question to the first text. None for an empty answer.
+        choice: what was weighed.
+    """
+
+    expected_ms: float
+    happened_ms: float | None
+    choice: AutoChoice
+
+
 class Ledger(msgspec.Struct, frozen=True):
     """The account of one answer. ``ratio`` is dense bf16 bytes over wire bytes: how many times less crossed.
+
+    ``wire_bytes`` is what crossed for the artifact, and for this answer's look-ups.
 
     ``request_id`` is that of the question's call; the logs of the answer carry it.
     """
@@ -139,6 +173,20 @@ class Ledger(msgspec.Struct, frozen=True):
     system: str
     runtime: dict[str, str]
     request_id: str = ""
+    auto: AutoAccount | None = None
+
+
+def auto_account(account: SenderAccount, verify_ms: float, first_token_ms: float | None) -> AutoAccount | None:
+    """Return what the sender's choice promised and what came of it; None where the sender did not choose."""
+    choice = account.auto
+    if choice is None:
+        return None
+    happened = None
+    if first_token_ms is not None:
+        made_ms = 0.0 if choice.reused else account.prefill_ms + account.method_ms + account.encode_ms
+        lost_ms = sum(item.spent_ms for item in choice.passed_over)
+        happened = lost_ms + made_ms + account.transfer_ms + verify_ms + first_token_ms
+    return AutoAccount(choice.chosen.first_token_ms, happened, choice)
 
 
 def to_json(record: Ledger | SenderAccount) -> str:

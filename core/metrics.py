@@ -101,6 +101,11 @@ class NodeMetrics:
         self.gauge("kvferry_worker_queue_depth", "Steps that wait for the MLX thread.").set_function(queue_depth)
         self.registry.register(_Read("kvferry_caches_evicted_total", "Caches let go for want of room.", evicted))
 
+    def watch_speed(self, tokens_per_second: Callable[[], float]) -> None:
+        """Read the model's speed whenever the metrics are read."""
+        speed = self.gauge("kvferry_prefill_tokens_per_second", "How fast the model reads, as last measured.")
+        speed.set_function(tokens_per_second)
+
     def watch_store(self, store: ArtifactStore) -> None:
         """Look at the store whenever the metrics are read."""
         self.gauge("kvferry_artifacts_stored", "Published artifacts.").set_function(lambda: len(store.ids()))
@@ -151,12 +156,26 @@ class SenderMetrics(NodeMetrics):
         self._method = self.histogram("kvferry_method_seconds", "A method at work, less prefill.")
         self._encode = self.histogram("kvferry_encode_seconds", "Writing an artifact.")
         self._transfer = self.histogram("kvferry_transfer_seconds", "From Offer to the last acknowledged chunk.")
+        self._chosen = self.counter(
+            "kvferry_auto_choices_total", "Sends whose method the sender chose.", ("quality", "method")
+        )
+        self._passed_over = self.counter(
+            "kvferry_auto_passed_over_total", "Methods that a choice could not use.", ("method",)
+        )
 
     def made(self, account: SenderAccount) -> None:
         """Count an artifact that was made, not found."""
         self._read_document(account.prefill_tokens, account.prefill_ms)
         self._method.observe(account.method_ms / 1000)
         self._encode.observe(account.encode_ms / 1000)
+
+    def chosen(self, quality: str, method: str) -> None:
+        """Count a send whose method the sender chose."""
+        self._chosen.labels(quality, method).inc()
+
+    def passed_over(self, method: str) -> None:
+        """Count a method that a quality bound allows and that could not be used."""
+        self._passed_over.labels(method).inc()
 
     def delivered(self, method: str, transfer_ms: float | None) -> None:
         """Count a send. ``transfer_ms`` is None when the receiver had the artifact already."""
@@ -180,6 +199,8 @@ class ReceiverMetrics(NodeMetrics):
         )
         self._asks = self.counter("kvferry_asks_total", "Answers given to their end.", ("method", "finish_reason"))
         self._fallbacks = self.counter("kvferry_fallbacks_total", "Answers by another road than asked.", ("fallback",))
+        self._lookups = self.counter("kvferry_lookups_total", "Look-ups, by what they came to.", ("outcome",))
+        self._lookup = self.histogram("kvferry_lookup_seconds", "Fetching passages from the sender.")
         self._verify = self.histogram("kvferry_verify_seconds", "Verifying a whole payload at Commit.")
         self._reconstruct = self.histogram("kvferry_reconstruct_seconds", "Rebuilding a cache or a text.")
         self._first_token = self.histogram("kvferry_first_token_seconds", "From the question to the first text.")
@@ -205,12 +226,22 @@ class ReceiverMetrics(NodeMetrics):
         """Count what is not as its manifest says: a "chunk", a payload at "commit", or a "stored" artifact."""
         self._damaged.labels(stage).inc()
 
+    def looked_up(self, outcome: str, sent: int = 0, received: int = 0, seconds: float | None = None) -> None:
+        """Count a look-up by its outcome: "fetched", "no_hit", "failed" or "cancelled". ``seconds`` None asked nobody.
+
+        Bytes are those of messages, out and in.
+        """
+        self._lookups.labels(outcome).inc()
+        self.sent("lookups", sent)
+        self.received("lookups", received)
+        if seconds is not None:
+            self._lookup.observe(seconds)
+
     def answered(self, ledger: Ledger) -> None:
         """Count an answer by its ledger."""
         self._asks.labels(self._method_label(ledger.method), ledger.finish_reason).inc()
         if ledger.fallback is not None:
             self._fallbacks.labels(ledger.fallback).inc()
-        self.received("lookups", ledger.lookups.bytes)
         self._read_document(ledger.tokens.receiver_prefill, ledger.ms.receiver_prefill)
         self._tokens.labels("reused").inc(ledger.tokens.reused)
         self._tokens.labels("generated").inc(ledger.tokens.generated)

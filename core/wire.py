@@ -38,7 +38,11 @@ class MethodInfo:
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What a daemon is and runs. Digests are hexadecimal; ``unix_time`` is its clock as it answered, 0 if unknown."""
+    """What a daemon is and runs. Digests are hexadecimal.
+
+    ``unix_time`` is its clock as it answered, 0 if unknown. ``prefill_tokens_per_second`` is how fast its model reads a
+    prompt there, as last measured; 0 when it was not.
+    """
 
     role: str
     kvferry_version: str
@@ -55,6 +59,7 @@ class NodeInfo:
     context_length: int
     dense_bytes_per_token: int
     unix_time: float = 0.0
+    prefill_tokens_per_second: float = 0.0
 
 
 def verdict_to_message(verdict: Verdict) -> common_pb2.Verdict:
@@ -89,7 +94,9 @@ def _reason_code(number: int) -> ReasonCode:
     return ReasonCode(name) if name in ReasonCode.__members__ else ReasonCode.UNKNOWN_METHOD
 
 
-def node_to_message(role: str, profile: Profile, versions: Mapping[str, str]) -> common_pb2.NodeDescription:
+def node_to_message(
+    role: str, profile: Profile, versions: Mapping[str, str], prefill_tokens_per_second: float
+) -> common_pb2.NodeDescription:
     """Describe a daemon."""
     return common_pb2.NodeDescription(
         role=role,
@@ -109,6 +116,7 @@ def node_to_message(role: str, profile: Profile, versions: Mapping[str, str]) ->
             dense_bytes_per_token=profile.dense_bytes_per_token,
         ),
         unix_time=time.time(),
+        prefill_tokens_per_second=prefill_tokens_per_second,
     )
 
 
@@ -131,6 +139,7 @@ def node_from_message(message: common_pb2.NodeDescription) -> NodeInfo:
         context_length=model.context_length,
         dense_bytes_per_token=model.dense_bytes_per_token,
         unix_time=message.unix_time,
+        prefill_tokens_per_second=message.prefill_tokens_per_second,
     )
 
 

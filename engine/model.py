@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from kvferry.engine import attention as attention_hook
 from kvferry.engine import fingerprint, rope
 from kvferry.engine.backend import check_compiler
 from kvferry.engine.cache import PrefixCache
+from kvferry.engine.constrained import Constraint, GrammarCompiler
 from kvferry.engine.generate import Answer, Sampling, Token, forward, generate
 from kvferry.engine.layers import AttendingBranch, Branch
 from kvferry.engine.prefill import DEFAULT_PREFILL_CHUNK, prefill, read, snapshot
 from kvferry.engine.prompt import PROMPT_VERSION, PromptBuilder
 from kvferry.engine.ragged import RaggedLayer, heads_of
+from kvferry.engine.speed import Speed, trial
 from kvferry.engine.tensors import dtype_name, scalar
 
 _DEFAULT_CONTEXT = 2048
@@ -56,6 +59,7 @@ class LoadedModel:
     profile: Profile
     prefill_chunk: int
     rotations: tuple[rope.Rotation, ...] = ()
+    speed: Speed = field(default_factory=Speed)
 
     def prefill(self, ids: Sequence[int]) -> Generator[int, None, PrefixCache]:
         """Read a prefix to keep it; see ``kvferry.engine.prefill.prefill``.
@@ -67,7 +71,7 @@ class LoadedModel:
         if self.profile.unsupported:
             raise ModelError(f"model: the cache of {self.profile.model.id} cannot be kept: {self.profile.unsupported}")
         self.check_context(len(ids), 0, 1)
-        return prefill(self.model, ids, self.prefill_chunk)
+        return self.speed.timing(prefill(self.model, ids, self.prefill_chunk), len(ids))
 
     def read(self, ids: Sequence[int]) -> Generator[int, None, list[Any]]:
         """Read a prefix for one answer, with any model; see ``kvferry.engine.prefill.read``.
@@ -76,14 +80,19 @@ class LoadedModel:
             ContextOverflowError: when the prefix leaves no room in the context.
         """
         self.check_context(len(ids), 0, 1)
-        return read(self.model, ids, self.prefill_chunk)
+        return self.speed.timing(read(self.model, ids, self.prefill_chunk), len(ids))
 
     def forward(self, ids: Sequence[int], caches: Sequence[Branch]) -> mx.array:
         """Return logits [N, V] for fresh tokens on a branch."""
         return forward(self.model, ids, caches)
 
     def answer(
-        self, ids: Sequence[int], prefix: PrefixCache | Sequence[Any], prefix_tokens: int, sampling: Sampling
+        self,
+        ids: Sequence[int],
+        prefix: PrefixCache | Sequence[Any],
+        prefix_tokens: int,
+        sampling: Sampling,
+        constraint: Constraint | None = None,
     ) -> Generator[Token, None, Answer]:
         """Answer from a prefix.
 
@@ -92,13 +101,19 @@ class LoadedModel:
             prefix: a kept cache, which is branched and never written, or what ``read`` made, which is used up.
             prefix_tokens: logical length of the prefix.
             sampling: how tokens are chosen.
+            constraint: what the answer must keep to, made for it by ``grammars``.
 
         Raises:
             ContextOverflowError: when prefix, question and answer exceed the context.
         """
         self.check_context(prefix_tokens, len(ids), sampling.max_tokens)
         branch = prefix.branch(len(ids) + sampling.max_tokens) if isinstance(prefix, PrefixCache) else prefix
-        return generate(self.model, self.tokenizer, ids, branch, sampling)
+        return generate(self.model, self.tokenizer, ids, branch, sampling, constraint=constraint)
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """What makes constraints for answers. The first use takes a second or two."""
+        return GrammarCompiler(self.tokenizer)
 
     def check_context(self, prefix_tokens: int, fresh_tokens: int, max_tokens: int) -> None:
         """Refuse what does not fit the context.
@@ -123,6 +138,7 @@ def load(
     revision: str = "",
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
     max_payload_bytes: int = limits.MAX_PAYLOAD_BYTES,
+    try_speed: bool = False,
 ) -> LoadedModel:
     """Load an mlx-lm model and prove what its caches are.
 
@@ -134,6 +150,7 @@ def load(
         revision: of a hub id, or "".
         prefill_chunk: tokens a forward pass while reading.
         max_payload_bytes: largest payload that this node takes.
+        try_speed: find out at once how fast it is, in a few forward passes.
 
     Raises:
         ModelError: when the model cannot be found, loaded or used.
@@ -158,7 +175,8 @@ def load(
         adapter=fingerprint.adapter_digest(Path(adapter)) if adapter else None,
     )
     profile, rotations = _attach(model, config, identity, tokenizer, max_payload_bytes)
-    return LoadedModel(model, tokenizer, PromptBuilder(tokenizer), profile, prefill_chunk, rotations)
+    speed = trial(model, profile.vocabulary, profile.context_length, prefill_chunk) if try_speed else Speed()
+    return LoadedModel(model, tokenizer, PromptBuilder(tokenizer), profile, prefill_chunk, rotations, speed)
 
 
 def _locate(source: str, revision: str) -> Path:

@@ -36,8 +36,15 @@ class Node:
             evicted=lambda: self.residency.evicted,
             queue_depth=lambda: self.worker.queue_depth,
         )
-        profile = self.model.profile
-        logs.logger(role).info("ready", model=profile.model.id, unsupported=profile.unsupported, **self.versions)
+        speed, profile = self.model.speed, self.model.profile
+        metrics.watch_speed(lambda: speed.prefill_tokens_per_second)
+        logs.logger(role).info(
+            "ready",
+            model=profile.model.id,
+            unsupported=profile.unsupported,
+            prefill_tokens_per_second=round(speed.prefill_tokens_per_second, 1),
+            **self.versions,
+        )
 
 
 @contextlib.asynccontextmanager
@@ -62,6 +69,7 @@ async def opened(config: NodeConfig, max_payload_bytes: int = limits.MAX_PAYLOAD
                 revision=config.revision,
                 prefill_chunk=config.prefill_chunk,
                 max_payload_bytes=max_payload_bytes,
+                try_speed=True,
             )
         )
         # What is loaded now stays; a full collection would look through all of it and stop every thread meanwhile.

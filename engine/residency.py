@@ -34,6 +34,10 @@ class Residency:
             self._held.move_to_end(key)
         return cache
 
+    def holds(self, key: bytes) -> bool:
+        """Whether a cache is at hand. It does not count as a use."""
+        return key in self._held
+
     def put(self, key: bytes, cache: PrefixCache) -> None:
         """Keep a cache, if it fits the budget at all."""
         self.drop(key)

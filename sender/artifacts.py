@@ -87,7 +87,7 @@ class ArtifactMaker:
             KvferryError: whatever the method, the model or the store refuses.
         """
         request = _Request(method, reading, parameters, fallback_for)
-        memo = self._memo / self._request_key(request).hex()
+        memo = self._memo_path(request)
         found = self._find(memo)
         if found is not None:
             return found
@@ -110,6 +110,15 @@ class ArtifactMaker:
             write_atomic(memo, msgspec.json.encode({"artifact": stored.artifact_id.hex(), "account": account}))
         yield Progress("encode", 1, 1)
         return Artifact(stored, account, reused=False)
+
+    def find(
+        self, method: Method[Any], reading: Reading, parameters: msgspec.Struct, fallback_for: str = ""
+    ) -> Artifact | None:
+        """Return what ``make`` would find rather than make; None if it would make it."""
+        return self._find(self._memo_path(_Request(method, reading, parameters, fallback_for)))
+
+    def _memo_path(self, request: _Request) -> Path:
+        return self._memo / self._request_key(request).hex()
 
     def _find(self, memo: Path) -> Artifact | None:
         try:

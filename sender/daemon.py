@@ -16,7 +16,8 @@ from kvferry.proto.v1 import sender_service_pb2 as pb
 from kvferry.proto.v1 import sender_service_pb2_grpc as pb_grpc
 from kvferry.sender.artifacts import ArtifactMaker
 from kvferry.sender.documents import DocumentStore
-from kvferry.sender.service import SenderParts, SenderServicer
+from kvferry.sender.parts import SenderParts
+from kvferry.sender.service import SenderServicer
 
 
 async def run(config: SenderConfig, *, announce_json: bool = False) -> None:

@@ -4,75 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from functools import partial
-from typing import Any
 
 import grpc
-import msgspec
 
-from kvferry.core import addresses, limits, rpc, security, verification, wire
-from kvferry.core.config import SenderConfig
+from kvferry.core import addresses, limits, rpc, security, wire
 from kvferry.core.digests import Hasher
-from kvferry.core.errors import ContainerError, InvalidRequestError, RefusedError, TooLargeError, TransferError
-from kvferry.core.ledger import SenderAccount, to_json
-from kvferry.core.logs import logger
-from kvferry.core.metrics import SenderMetrics
-from kvferry.core.progress import Progress
-from kvferry.core.store import ArtifactStore
-from kvferry.core.stored import Stored
-from kvferry.core.threads import off_loop
-from kvferry.core.tls import PeerSecurity
-from kvferry.engine.model import LoadedModel
+from kvferry.core.errors import InvalidRequestError, TooLargeError, TransferError, UnknownMethodError
+from kvferry.core.manifest import Scalar
 from kvferry.engine.prompt import DEFAULT_SYSTEM
-from kvferry.engine.residency import Residency
-from kvferry.engine.worker import Worker
 from kvferry.proto.v1 import sender_service_pb2 as pb
-from kvferry.proto.v1 import sender_service_pb2_grpc as pb_grpc
 from kvferry.sender import registry
-from kvferry.sender.artifacts import Artifact, ArtifactMaker
-from kvferry.sender.documents import DocumentStore
-from kvferry.sender.method import Method, NoParameters
+from kvferry.sender.auto import choosing
+from kvferry.sender.auto.choosing import Choosing
+from kvferry.sender.parts import SenderParts
 from kvferry.sender.reading import Reading, asked
-from kvferry.sender.registry import FALLBACK_METHOD
-from kvferry.sender.transfer import Transfer
+from kvferry.sender.sending import Send, Sending
+from kvferry.sender.span_service import SpanServicer
 
+Steps = Callable[[Send], AsyncGenerator[pb.SendResponse, None]]
 _UPLOAD_IDLE_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class SenderParts:
-    """What the service works with."""
-
-    config: SenderConfig
-    model: LoadedModel
-    store: ArtifactStore
-    maker: ArtifactMaker
-    documents: DocumentStore
-    residency: Residency
-    worker: Worker
-    versions: dict[str, str]
-    metrics: SenderMetrics
-
-
-@dataclass
-class _Send:
-    """One request on its way. ``replaces`` and ``fallback_reason`` are set once a cache was refused."""
-
-    reading: Reading
-    receiver: addresses.Address
-    security: PeerSecurity
-    replaces: str = ""
-    fallback_reason: str = ""
-
-
-class SenderServicer(pb_grpc.SenderServiceServicer):
+class SenderServicer(SpanServicer):
     """Describe, Send, FetchSpans."""
 
     def __init__(self, parts: SenderParts) -> None:
+        super().__init__(parts.documents, parts.metrics)
         self._parts = parts
-        self._log = logger("sender")
+        self._sending = Sending(parts)
+        self._choosing = Choosing(parts, self._sending)
 
     async def Describe(  # noqa: N802  (the name is gRPC's)
         self,
@@ -80,8 +42,10 @@ class SenderServicer(pb_grpc.SenderServiceServicer):
         context: grpc.aio.ServicerContext[pb.SenderServiceDescribeRequest, pb.SenderServiceDescribeResponse],
     ) -> pb.SenderServiceDescribeResponse:
         """Say what this sender runs and which methods it knows."""
+        model = self._parts.model
+        speed = model.speed.prefill_tokens_per_second
         return pb.SenderServiceDescribeResponse(
-            node=wire.node_to_message("sender", self._parts.model.profile, self._parts.versions),
+            node=wire.node_to_message("sender", model.profile, self._parts.versions, speed),
             methods=[wire.method_to_message(method.info) for method in registry.METHODS],
         )
 
@@ -97,95 +61,35 @@ class SenderServicer(pb_grpc.SenderServiceServicer):
                 async for event in events:
                     yield event
 
-    async def FetchSpans(  # noqa: N802
-        self,
-        request: pb.FetchSpansRequest,
-        context: grpc.aio.ServicerContext[pb.FetchSpansRequest, pb.FetchSpansResponse],
-    ) -> pb.FetchSpansResponse:
-        """Look passages up."""
-        async with rpc.reporting(context):
-            spans = [(span.start, span.end) for span in request.spans]
-            document = wire.check_digest(request.document_digest, "document_digest")
-            texts = await asyncio.to_thread(self._parts.documents.spans, document, spans)
-            self._parts.metrics.sent("lookups", sum(len(text.encode("utf-8")) for text in texts))
-        return pb.FetchSpansResponse(texts=texts)
-
     async def _send(self, start: pb.SendStart, text: str) -> AsyncGenerator[pb.SendResponse, None]:
         parts = self._parts
-        method = registry.find(start.method)
-        parameters = registry.check_parameters(method, wire.parameters_from_message(start.parameters))
+        given = wire.parameters_from_message(start.parameters)
         receiver = addresses.parse_receiver(start.receiver or parts.config.receiver, "receiver")
+        steps = self._chosen(given, receiver) if choosing.is_meant(start.method) else self._asked_for(start, given)
         configured = addresses.parse_receiver(parts.config.receiver, "receiver")
         # Read anew for every send, so that a token can be replaced while the daemon runs.
         reached = security.for_peer(parts.config, receiver, configured)
-        if method.info.aware:
-            asked(start.question, method.info.id)
         await asyncio.to_thread(parts.documents.keep, text.encode("utf-8"))
         system = start.system if start.HasField("system") else DEFAULT_SYSTEM
         reading = partial(Reading, parts.model, parts.residency, text, system, start.question or None)
-        send = _Send(reading(), receiver, reached)
-        try:
-            async with contextlib.aclosing(self._carry(send, method, parameters)) as steps:
-                async for progress in steps:
-                    yield progress
-        except RefusedError as error:
-            if not start.allow_fallback or method.info.form == FALLBACK_METHOD.info.form:
-                raise
-            self._log.warning("fallback", method=method.info.id, receiver=str(receiver), reason=error.message)
-            send.replaces, send.fallback_reason = method.info.id, error.message
-            # What the refused cache cost is not the text's.
-            send.reading = reading()
-            async with contextlib.aclosing(self._carry(send, FALLBACK_METHOD, NoParameters())) as steps:
-                async for progress in steps:
-                    yield progress
+        async with contextlib.aclosing(steps(Send(reading, receiver, reached))) as responses:
+            async for response in responses:
+                yield response
 
-    async def _carry(
-        self, send: _Send, method: Method[Any], parameters: msgspec.Struct
-    ) -> AsyncGenerator[pb.SendResponse, None]:
-        """Make an artifact and deliver it; the last response is the end of the send."""
-        parts = self._parts
-        stream = parts.worker.stream(parts.maker.make(method, send.reading, parameters, send.replaces))
-        try:
-            async for progress in stream:
-                yield _progress(progress)
-        finally:
-            await stream.aclose()
-        artifact = stream.result
-        if artifact is None:
-            raise TransferError("send: stopped before the artifact was made")
-        if not artifact.reused:
-            parts.metrics.made(artifact.account)
-        account = msgspec.structs.replace(artifact.account, fallback_reason=send.fallback_reason or None)
-        transfer = Transfer(
-            artifact.stored, account, send.receiver, parts.config.rpc_seconds, parts.metrics, security=send.security
-        )
-        async with off_loop(parts.store.pinned(artifact.stored.artifact_id)):
-            try:
-                async with contextlib.aclosing(transfer.run()) as steps:
-                    async for progress in steps:
-                        yield _progress(progress)
-            except ContainerError:
-                await asyncio.to_thread(self._put_aside_if_damaged, artifact.stored)
-                raise
-        delivery = transfer.delivery
-        parts.metrics.delivered(method.info.id, delivery.transfer_ms if delivery.traffic else None)
-        self._log.info(
-            "sent",
-            artifact=artifact.stored.artifact_id.hex(),
-            method=method.info.id,
-            receiver=str(send.receiver),
-            payload_bytes=artifact.stored.manifest.payload.length,
-            moved_bytes=delivery.moved_bytes,
-            reused=artifact.reused,
-        )
-        yield pb.SendResponse(end=_end(artifact, account, transfer, send))
+    def _chosen(self, given: Mapping[str, Scalar], receiver: addresses.Address) -> Steps:
+        quality = choosing.check(given, receiver)
+        return lambda send: self._choosing.run(send, quality)
 
-    def _put_aside_if_damaged(self, stored: Stored) -> None:
-        """Look whether it is our own copy that went bad; then the next send makes the artifact anew."""
-        found = next(verification.damage(stored.manifest, stored.plan, stored), None)
-        if found is not None:
-            self._log.error("quarantined", artifact=stored.artifact_id.hex(), reason=found.message)
-            self._parts.store.quarantine(stored.artifact_id, found.message)
+    def _asked_for(self, start: pb.SendStart, given: Mapping[str, Scalar]) -> Steps:
+        try:
+            method = registry.find(start.method)
+        except UnknownMethodError as error:
+            raise UnknownMethodError(f"{error.message}, or auto", **error.fields) from error
+        parameters = registry.check_parameters(method, given)
+        if method.info.aware:
+            asked(start.question, method.info.id)
+        fallback = start.allow_fallback
+        return lambda send: self._sending.asked_for(send, method, parameters, allow_fallback=fallback)
 
     async def _receive_document(self, requests: AsyncIterator[pb.SendRequest]) -> tuple[pb.SendStart, str]:
         first = await _next(requests)
@@ -241,25 +145,3 @@ async def _next(requests: AsyncIterator[pb.SendRequest]) -> pb.SendRequest | Non
             return await anext(requests, None)
     except TimeoutError as error:
         raise TransferError(f"document: nothing came for {_UPLOAD_IDLE_SECONDS:g} s") from error
-
-
-def _progress(progress: Progress) -> pb.SendResponse:
-    return pb.SendResponse(progress=pb.SendProgress(stage=progress.stage, done=progress.done, total=progress.total))
-
-
-def _end(artifact: Artifact, account: SenderAccount, transfer: Transfer, send: _Send) -> pb.SendEnd:
-    stored, delivery = artifact.stored, transfer.delivery
-    spent = msgspec.structs.replace(account, transfer_ms=delivery.transfer_ms)
-    return pb.SendEnd(
-        artifact_id=stored.artifact_id,
-        method=stored.manifest.method.id,
-        form=stored.manifest.form,
-        receiver=str(send.receiver),
-        account_json=to_json(spent),
-        manifest_bytes=len(stored.encoded),
-        payload_bytes=stored.manifest.payload.length,
-        moved_bytes=delivery.moved_bytes,
-        wire_bytes=delivery.traffic.wire_bytes if delivery.traffic else 0,
-        reused=artifact.reused,
-        fallback_reason=send.fallback_reason,
-    )

@@ -83,13 +83,11 @@ class Transfer:
                     async for progress in steps:
                         yield progress
             except AuthenticationError as error:
-                # Whoever asked for the send showed a token too, and must not look for the fault there.
-                text = f"receiver {self._receiver}: {error.message}; this is about the sender's own token_file"
-                raise AuthenticationError(text, **error.fields) from error
+                raise own_token(self._receiver, error) from error
             except KvferryError as error:
                 if not (error.retryable or self._is_overtaken(error)) or attempt == ATTEMPTS:
                     raise
-                await asyncio.sleep(max(_FIRST_PAUSE_SECONDS * 2**attempt, _asked_pause(error)))
+                await asyncio.sleep(pause_seconds(attempt, error))
             else:
                 return
 
@@ -171,7 +169,18 @@ class Transfer:
         return isinstance(error, NotFoundError | StoreError) and error is not self._chunks.unreadable
 
 
-def _asked_pause(error: KvferryError) -> float:
-    """Return the seconds that a busy receiver asks for, within reason."""
+def own_token(receiver: Address, error: AuthenticationError) -> AuthenticationError:
+    """Return the error of a receiver that does not let the sender in.
+
+    Whoever asked for the send showed a token too, and must not look for the fault there.
+    """
+    text = f"receiver {receiver}: {error.message}; this is about the sender's own token_file"
+    return AuthenticationError(text, **error.fields)
+
+
+def pause_seconds(attempt: int, error: KvferryError) -> float:
+    """Return how long to wait after an attempt, numbered from 1: longer each time, and as a busy receiver asks."""
     asked = error.fields.get("retry_after_ms")
-    return min(max(asked / 1000, 0.0), _LONGEST_PAUSE_SECONDS) if isinstance(asked, int | float) else 0.0
+    wanted = min(max(asked / 1000, 0.0), _LONGEST_PAUSE_SECONDS) if isinstance(asked, int | float) else 0.0
+    growing: float = _FIRST_PAUSE_SECONDS * 2**attempt
+    return max(growing, wanted)

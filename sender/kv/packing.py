@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import Any, ClassVar
 
+from kvferry.core.compat import Profile
 from kvferry.core.progress import Progress
 from kvferry.core.wire import MethodInfo
 from kvferry.engine.quantise import Scheme, quantise
@@ -29,11 +30,20 @@ class PackingMethod(ABC):
             InvalidRequestError: naming the parameter that does not fit.
         """
 
-    def make(self, reading: Reading, given: Any) -> Generator[Progress, None, KvMaterial]:
-        """Read and pack."""
-        profile = reading.model.profile
+    def plan(self, profile: Profile, given: Any) -> Scheme | None:
+        """Return how every row is packed. What cannot be is refused here, before the document is read.
+
+        Raises:
+            InvalidRequestError: naming the parameter that does not fit.
+            ModelError: when the model cannot attend such a cache.
+        """
         packing = self.scheme(given, *parameters.head_dims(profile))
         capabilities.check(self.info.name, "every", packing, profile)
+        return packing
+
+    def make(self, reading: Reading, given: Any) -> Generator[Progress, None, KvMaterial]:
+        """Read and pack."""
+        packing = self.plan(reading.model.profile, given)
         cache = yield from reading.prefill()
         yield Progress("method", 0, 1)
         packed = cache if packing is None else quantise(cache, packing)

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from kvferry.core import container, layout
+from kvferry.core.compat import Profile
 from kvferry.core.layout import Expected
 from kvferry.core.manifest import DTYPE_BYTES, Dtype, Encoding, LayerLayout
 from kvferry.engine.cache import PrefixCache
@@ -42,10 +43,47 @@ def payload_bytes(
         renumbered: whether kept rows take the positions 0..R-1.
     """
     encoding = parameters.encoding(packing)
-    ids = Expected(container.IDS, "U32", (cache.offset,))
-    expected = [ids, *_sections(cache, kept, packing, encoding, renumbered=renumbered)]
+    return total([_ids(cache.offset), *_sections(cache, kept, packing, encoding, renumbered=renumbered)])
+
+
+def planned_bytes(profile: Profile, tokens: int, rows: int, packing: Scheme | None) -> int:
+    """Return the bytes of the payload before there is a cache: as many rows of every KV head, each where it stood.
+
+    Args:
+        profile: of the model that will read the prefix.
+        tokens: of the prefix.
+        rows: that a KV head keeps; heads that do not keep them all choose for themselves.
+        packing: how they are packed, or None.
+    """
+    encoding = parameters.encoding(packing)
+    kind: Kind = "contiguous" if rows == tokens else "explicit"
+    expected = [_ids(tokens)]
+    for index, layer in enumerate(profile.layers):
+        planned = LayerLayout(
+            cache_class="KVCache",
+            kv_heads=layer.kv_heads,
+            key_dim=layer.key_dim,
+            value_dim=layer.value_dim,
+            dtype=layer.dtype,  # type: ignore[arg-type]  # a cache holds no integers
+            rows=rows,
+            head_rows=None,
+            offset=tokens,
+            positions=kind,
+            packed_keys=packing.packed_rows("keys", rows) if packing else 0,
+            packed_values=packing.packed_rows("values", rows) if packing else 0,
+        )
+        expected += layout.layer_sections(index, planned, encoding)
+    return total(expected)
+
+
+def total(expected: Sequence[Expected]) -> int:
+    """Return the bytes of a payload of these sections, header included; none is compressed."""
     sized = [_Sized(*item, math.prod(item.shape) * DTYPE_BYTES[item.dtype]) for item in expected]
     return len(container.header(sized)) + sum(item.length for item in sized)
+
+
+def _ids(tokens: int) -> Expected:
+    return Expected(container.IDS, "U32", (tokens,))
 
 
 def _sections(

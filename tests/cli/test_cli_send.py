@@ -89,7 +89,7 @@ def test_json_is_one_line_with_the_whole_report(kvferry: Run, daemons: Any, fake
         "moved_bytes": 1000,
         "wire_bytes": 1120,
         "reused": False,
-        "account": fakes.ACCOUNT,
+        "account": fakes.ACCOUNT | {"auto": None},
         "fallback_reason": None,
     }
     assert shown.stderr == ""
@@ -110,6 +110,41 @@ def test_a_fallback_is_said(kvferry: Run, daemons: Any, fakes: Any, document: Pa
         assert json.loads(shown.stdout)["fallback_reason"] == "refused: ROPE_MISMATCH"
     kvferry("send", str(document), *where)
     assert not daemons.sender.start.allow_fallback
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_what_the_sender_chose_is_said_with_the_reason(
+    kvferry: Run, daemons: Any, fakes: Any, document: Path, as_json: list[str]
+) -> None:
+    times = {"sender_ms": 3.0, "transfer_ms": 40.0, "receiver_ms": 1500.0}
+    cheap = {"method": "A7", "form": "text", "parameters": "", "bytes": 9, **times, "first_token_ms": 1543.0}
+    dear = {**cheap, "method": "B1", "form": "kv", "first_token_ms": 2000.0}
+    choice = {
+        "quality": "near",
+        "chosen": cheap,
+        "estimates": [dear, cheap],
+        "passed_over": [],
+        "link": {"rtt_ms": 2.0, "bytes_per_second": 1e6},
+        "sender_tokens_per_second": 10.0,
+        "receiver_tokens_per_second": 20.0,
+        "probe_bytes": 100,
+        "deciding_ms": 5.0,
+        "reused": False,
+    }
+
+    def script(start: Any, _: Any) -> Any:
+        yield fakes.send_end(start, method="A7", form="text", account_json=json.dumps(fakes.ACCOUNT | {"auto": choice}))
+
+    daemons.sender.script = script
+    where = ["--sender", daemons.address, "--receiver", daemons.address]
+    shown = kvferry("send", str(document), *where, "--method", "auto", "--param", "quality=near", *as_json)
+    assert shown.exit_code == 0
+    assert (daemons.sender.start.method, daemons.sender.start.parameters["quality"].text) == ("auto", "near")
+    assert shown.stderr.startswith(
+        "chose A7: first token expected in 1,543 ms (sender 3, transfer 40, receiver 1,500); B1 in 2,000 ms\n"
+    )
+    if as_json:
+        assert json.loads(shown.stdout)["account"]["auto"] == choice
 
 
 def test_standard_input_is_a_document(kvferry: Run, daemons: Any) -> None:

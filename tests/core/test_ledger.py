@@ -11,7 +11,18 @@ import msgspec
 import pytest
 
 from kvferry.core import ledger
-from kvferry.core.ledger import Ledger, Lookups, Milliseconds, ParityFigures, Rows, SenderAccount, Tokens, Traffic
+from kvferry.core.choice import AutoChoice
+from kvferry.core.ledger import (
+    AutoAccount,
+    Ledger,
+    Lookups,
+    Milliseconds,
+    ParityFigures,
+    Rows,
+    SenderAccount,
+    Tokens,
+    Traffic,
+)
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "ledger.md"
 ACCOUNT = SenderAccount(
@@ -29,10 +40,10 @@ RECORD = Ledger(
     payload_bytes=100_000,
     resent_bytes=30_000,
     control_bytes=2500,
-    lookups=Lookups(2, 512, 7.25),
-    wire_bytes=136_500,
+    lookups=Lookups(count=2, calls=1, bytes=512, text_bytes=400, ms=7.25, hit=True, missing=("gate code",)),
+    wire_bytes=137_012,
     dense_bf16_bytes=20_736_000,
-    ratio=20_736_000 / 136_500,
+    ratio=20_736_000 / 137_012,
     tokens=Tokens(900, 12, 900, 33),
     ms=Milliseconds(1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5),
     rows=Rows(24, 32.5, 41),
@@ -85,7 +96,7 @@ def test_a_record_is_one_line_of_plain_json() -> None:
 def test_every_field_must_be_there_and_of_its_type() -> None:
     plain = json.loads(ledger.to_json(RECORD))
     for path, value in leaves(plain):
-        if path[0] not in ("lookups", "rows", "request_id"):
+        if path[0] not in ("lookups", "rows", "request_id", "auto"):
             with pytest.raises(msgspec.ValidationError, match=path[-1]):
                 ledger.ledger_from_json(edited(plain, path))
         wrong: object = 5 if isinstance(value, str) else "5"
@@ -97,7 +108,7 @@ def test_only_what_may_be_absent_may_be_null() -> None:
     plain = json.loads(ledger.to_json(RECORD))
     for path, _ in leaves(plain):
         line = edited(plain, path, None)
-        if path in (("fallback",), ("fallback_reason",), ("ms", "first_token")):
+        if path in (("fallback",), ("fallback_reason",), ("ms", "first_token"), ("lookups", "hit"), ("auto",)):
             ledger.ledger_from_json(line)
             continue
         with pytest.raises(msgspec.ValidationError):
@@ -106,7 +117,7 @@ def test_only_what_may_be_absent_may_be_null() -> None:
 
 def test_an_account_from_the_wire_is_strict() -> None:
     plain = json.loads(ledger.to_json(ACCOUNT))
-    for name in plain.keys() - {"fallback_reason"}:
+    for name in plain.keys() - {"fallback_reason", "auto"}:
         with pytest.raises(msgspec.ValidationError, match=name):
             ledger.account_from_json(edited(plain, (name,)))
         for wrong in (None, "1", [1], {}, True):
@@ -140,11 +151,14 @@ def test_nothing_is_resent_before_the_payload_is_whole(received: int, resent: in
 def test_the_document_explains_every_field() -> None:
     cells = [line.split("|")[1] for line in DOCUMENT.read_text("utf-8").splitlines() if line.startswith("| `")]
     explained = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
-    whole = [name for name in Ledger.__struct_fields__ if name not in ("tokens", "ms")]
+    whole = [name for name in Ledger.__struct_fields__ if name not in ("tokens", "ms", "lookups", "auto")]
     expected = {
         *whole,
+        *(f"lookups.{name}" for name in Lookups.__struct_fields__),
         *(f"tokens.{name}" for name in Tokens.__struct_fields__),
         *(f"ms.{name}" for name in Milliseconds.__struct_fields__),
+        *(f"auto.{name}" for name in AutoAccount.__struct_fields__ if name != "choice"),
+        *(f"auto.choice.{name}" for name in AutoChoice.__struct_fields__),
     }
     assert sorted(explained) == sorted(expected)
 

@@ -56,7 +56,7 @@ def ledger(method: str = "B1", *, lookups: int = 0, first_token: float | None = 
         payload_bytes=20,
         resent_bytes=0,
         control_bytes=5,
-        lookups=Lookups(1, lookups, 2.0),
+        lookups=Lookups(count=1, calls=1, bytes=lookups, text_bytes=lookups // 2, ms=2.0, hit=True),
         wire_bytes=35,
         dense_bf16_bytes=70,
         ratio=2.0,
@@ -100,14 +100,13 @@ def test_two_daemons_in_one_process_share_nothing() -> None:
 
 def test_an_answer_counts_by_its_ledger() -> None:
     metrics = ReceiverMetrics("tiny", VERSIONS)
-    metrics.answered(ledger(lookups=40))
+    metrics.answered(ledger())
     metrics.answered(
         msgspec.structs.replace(ledger("odd method", first_token=None, reused=1), fallback="fallback_reprefill")
     )
     assert value(metrics, "kvferry_fallbacks_total", fallback="fallback_reprefill") == 1
     assert value(metrics, "kvferry_asks_total", method="B1", finish_reason="stop") == 1
     assert value(metrics, "kvferry_asks_total", method="other", finish_reason="stop") == 1
-    assert value(metrics, "kvferry_received_bytes_total", kind="lookups") == 40
     assert value(metrics, "kvferry_tokens_total", kind="prefill") == 14
     assert value(metrics, "kvferry_tokens_total", kind="reused") == 101
     assert value(metrics, "kvferry_first_token_seconds_sum") == pytest.approx(0.030)
@@ -115,6 +114,21 @@ def test_an_answer_counts_by_its_ledger() -> None:
     assert value(metrics, "kvferry_answer_seconds_sum") == pytest.approx(0.5)
     assert value(metrics, "kvferry_reconstruct_seconds_count") == 2
     assert value(metrics, "kvferry_prefill_seconds_count") == 0
+
+
+def test_a_look_up_counts_when_it_is_made_and_not_with_its_answer() -> None:
+    metrics = ReceiverMetrics("tiny", VERSIONS)
+    metrics.answered(ledger(lookups=40))
+    assert value(metrics, "kvferry_received_bytes_total", kind="lookups") == 0
+    metrics.looked_up("fetched", sent=90, received=1400, seconds=0.5)
+    metrics.looked_up("failed", sent=90, seconds=1.5)
+    metrics.looked_up("no_hit")
+    assert value(metrics, "kvferry_received_bytes_total", kind="lookups") == 1400
+    assert value(metrics, "kvferry_sent_bytes_total", kind="lookups") == 180
+    outcomes = ("fetched", "no_hit", "failed", "cancelled")
+    assert [value(metrics, "kvferry_lookups_total", outcome=item) for item in outcomes] == [1, 1, 1, 0]
+    assert value(metrics, "kvferry_lookup_seconds_count") == 2
+    assert value(metrics, "kvferry_lookup_seconds_sum") == pytest.approx(2.0)
 
 
 def test_a_refusal_counts_each_code_once() -> None:
@@ -143,7 +157,9 @@ def test_a_text_artifact_reads_nothing_and_a_held_one_moves_nothing() -> None:
 def test_what_others_keep_count_of_is_read_with_the_page() -> None:
     metrics, state = node(), {"resident": 7, "evicted": 2, "depth": 3}
     metrics.watch_engine(lambda: state["resident"], lambda: state["evicted"], lambda: state["depth"])
+    metrics.watch_speed(lambda: state["resident"] * 10)
     state.update(resident=8, evicted=4, depth=0)
+    assert value(metrics, "kvferry_prefill_tokens_per_second") == 80
     assert value(metrics, "kvferry_resident_bytes") == 8
     assert value(metrics, "kvferry_caches_evicted_total") == 4
     assert value(metrics, "kvferry_worker_queue_depth") == 0
@@ -192,6 +208,7 @@ def test_the_document_lists_every_metric_and_no_other(tmp_path: Path) -> None:
     for metrics in (SenderMetrics("tiny", VERSIONS), ReceiverMetrics("tiny", VERSIONS)):
         metrics.watch_store(store)
         metrics.watch_engine(lambda: 0, lambda: 0, lambda: 0)
+        metrics.watch_speed(lambda: 0.0)
         families = list(metrics.registry.collect())
         exist |= {family.name + ("_total" if family.type == "counter" else "") for family in families}
         assert all(family.documentation for family in families)
@@ -202,7 +219,8 @@ def test_the_document_lists_every_metric_and_no_other(tmp_path: Path) -> None:
     assert {name for name in exist if name.startswith("process_")} <= described
     for name in ours:
         assert re.fullmatch(r"kvferry_[a-z]+(_[a-z]+)*", name)
-        assert name.endswith(("_total", "_seconds", "_bytes", "_in_flight", "_stored", "_depth", "_info")), name
+        units = ("_total", "_seconds", "_bytes", "_per_second", "_in_flight", "_stored", "_depth", "_info")
+        assert name.endswith(units), name
 
 
 # Calls

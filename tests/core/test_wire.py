@@ -52,7 +52,8 @@ def test_a_reason_from_a_newer_receiver_still_refuses(number: int) -> None:
 
 def test_a_daemon_describes_its_own_profile(kv_example: Callable[..., Any], profile_of: Callable[..., Profile]) -> None:
     profile = profile_of(kv_example().manifest)
-    node = wire.node_from_message(through_the_wire(wire.node_to_message("receiver", profile, VERSIONS)))
+    node = wire.node_from_message(through_the_wire(wire.node_to_message("receiver", profile, VERSIONS, 123.5)))
+    assert node.prefill_tokens_per_second == 123.5
     assert (node.role, node.kvferry_version, node.mlx_version, node.mlx_lm_version) == (
         "receiver",
         "0.1.0",

@@ -1,0 +1,172 @@
+"""How long each candidate would take until the first token of the first answer. docs/methods.md states the rules.
+
+Milliseconds everywhere. What both ends do for every candidate alike (framing, digests of a small text, the network's
+own start) is left out; so is what nobody can know beforehand, such as other work on the same machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.core import container
+from kvferry.core.choice import Estimate, LinkSpeed
+from kvferry.core.compat import Profile
+from kvferry.core.layout import Expected
+from kvferry.sender.auto.candidates import Candidate
+from kvferry.sender.kv import sizes
+from kvferry.sender.kv.packing import PackingMethod
+from kvferry.sender.kv.probes import INSTRUCTION_TOKENS
+from kvferry.sender.kv.selecting import SelectingMethod
+from kvferry.sender.text.counted import budget_tokens
+
+ROUND_TRIPS = 3
+"""Of a send: Offer, Put and Commit."""
+WRITE_BYTES_PER_SECOND = 250e6
+"""Packing, hashing and writing a cache at the sender."""
+REBUILD_BYTES_PER_SECOND = 500e6
+"""Reading, verifying and rebuilding a cache at the receiver."""
+RANK_CHARACTERS_PER_SECOND = 100e3
+"""A3 at work."""
+QUESTION_TOKENS = 32
+"""Of a question that is not known yet, with the header of its answer."""
+EVIDENCE_SHARE = 0.5
+"""What the receiver reads of what A5's model writes: keys, braces and quotes do not travel."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """The document of a request, measured.
+
+    Attributes:
+        prefix_tokens: of template, system prompt and document.
+        tokens: of the document alone.
+        question_tokens: of the question and the header of its answer.
+        probe_tokens: of the parity probe.
+        bytes, characters: of the document.
+        system_bytes: of the system prompt.
+        zstd_bytes: of the document as one frame, and ``zstd_ms`` what making it took.
+    """
+
+    prefix_tokens: int
+    tokens: int
+    question_tokens: int
+    probe_tokens: int
+    bytes: int
+    characters: int
+    system_bytes: int
+    zstd_bytes: int
+    zstd_ms: float
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a choice depends on, the document apart.
+
+    Attributes:
+        link: to the receiver.
+        sender_tokens_per_second, receiver_tokens_per_second: how fast either model reads a prompt.
+        sender_decode_tokens_per_second: how fast the sender's writes.
+        profile: of the sender's model.
+        cached: the dense cache of the prefix is at hand.
+        made: payload bytes of artifacts that were made before, by candidate.
+    """
+
+    link: LinkSpeed
+    sender_tokens_per_second: float
+    receiver_tokens_per_second: float
+    sender_decode_tokens_per_second: float
+    profile: Profile
+    cached: bool = False
+    made: Mapping[Candidate, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What one candidate takes: payload bytes, milliseconds at the sender, and tokens and bytes at the receiver."""
+
+    bytes: int
+    sender_ms: float
+    receiver_tokens: float
+    rebuilt_bytes: int = 0
+
+
+def estimate(candidate: Candidate, text: Text, now: Conditions) -> Estimate:
+    """Return what a candidate is expected to take."""
+    work = _cache_work(candidate, text, now) if candidate.form == "kv" else _text_work(candidate, text, now)
+    made = now.made.get(candidate)
+    size = work.bytes if made is None else made
+    sender_ms = work.sender_ms if made is None else 0.0
+    transfer_ms = ROUND_TRIPS * now.link.rtt_ms + _ms(size, now.link.bytes_per_second)
+    receiver_ms = _ms(work.receiver_tokens, now.receiver_tokens_per_second)
+    receiver_ms += _ms(work.rebuilt_bytes, REBUILD_BYTES_PER_SECOND)
+    return Estimate(
+        method=candidate.id,
+        form=candidate.form,
+        parameters=candidate.written,
+        bytes=size,
+        sender_ms=sender_ms,
+        transfer_ms=transfer_ms,
+        receiver_ms=receiver_ms,
+        first_token_ms=sender_ms + transfer_ms + receiver_ms,
+    )
+
+
+def quickest(estimates: Iterable[tuple[Candidate, Estimate]]) -> tuple[Candidate, Estimate]:
+    """Return the one with the earliest first token; among equals the first."""
+    return min(estimates, key=lambda item: item[1].first_token_ms)
+
+
+def _cache_work(candidate: Candidate, text: Text, now: Conditions) -> _Work:
+    method, given = candidate.method, candidate.parameters
+    packing = method.plan(now.profile, given) if isinstance(method, PackingMethod | SelectingMethod) else None
+    rows, method_tokens = text.prefix_tokens, 0
+    if isinstance(method, SelectingMethod):
+        rows = budget_tokens(_budget(given), text.prefix_tokens)
+        method_tokens = INSTRUCTION_TOKENS if method.observes(given) else 0
+    size = sizes.planned_bytes(now.profile, text.prefix_tokens, min(rows, text.prefix_tokens), packing)
+    tokens = (0 if now.cached else text.prefix_tokens) + method_tokens + text.probe_tokens
+    sender_ms = _ms(tokens, now.sender_tokens_per_second) + _ms(size, WRITE_BYTES_PER_SECOND)
+    # The receiver repeats the probe on the first cache that it rebuilds, then it runs the question.
+    return _Work(size, sender_ms, text.probe_tokens + text.question_tokens, size)
+
+
+def _text_work(candidate: Candidate, text: Text, now: Conditions) -> _Work:
+    before = text.prefix_tokens - text.tokens + text.question_tokens
+    if candidate.id == "A7":
+        return _Work(_message_bytes(text, text.zstd_bytes), text.zstd_ms, before + text.tokens)
+    if candidate.id == "A3":
+        tokens = min(budget_tokens(_budget(candidate.parameters), text.tokens), text.tokens)
+        size = _message_bytes(text, round(text.bytes * _share(tokens, text)))
+        return _Work(size, _ms(text.characters, RANK_CHARACTERS_PER_SECOND), before + tokens)
+    if candidate.form == "evidence":
+        return _evidence_work(candidate, text, now, before)
+    return _Work(_message_bytes(text, text.bytes), 0.0, before + text.tokens)
+
+
+def _evidence_work(candidate: Candidate, text: Text, now: Conditions, before: int) -> _Work:
+    written = min(budget_tokens(_budget(candidate.parameters), text.tokens), now.profile.context_length)
+    reading_ms = _ms(text.prefix_tokens, now.sender_tokens_per_second)
+    writing_ms = _ms(written, now.sender_decode_tokens_per_second)
+    size = _message_bytes(text, round(text.bytes * _share(written, text)))
+    return _Work(size, reading_ms + writing_ms, before + EVIDENCE_SHARE * written)
+
+
+def _budget(parameters: Any) -> float:
+    budget: float = parameters.budget
+    return budget
+
+
+def _share(tokens: int, text: Text) -> float:
+    return tokens / text.tokens if text.tokens else 0.0
+
+
+def _message_bytes(text: Text, material: int) -> int:
+    return sizes.total(
+        [Expected(container.SYSTEM, "U8", (text.system_bytes,)), Expected(container.TEXT, "U8", (material,))]
+    )
+
+
+def _ms(amount: float, per_second: float) -> float:
+    return amount * 1000 / per_second
