@@ -7,7 +7,7 @@ BIN := .venv/bin
 PACKAGES := ablations cli client core engine kernels mapper proto receiver sender
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-real test-metal test-fuzz test-endurance check format gen gen-check smoke clean setup-run setup-dev
+.PHONY: help demo test test-real test-metal test-fuzz test-endurance test-llmlingua check format gen gen-check smoke clean setup-run setup-dev
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -31,6 +31,10 @@ test-fuzz: setup-dev ## run ten thousand random cases through every parser (minu
 
 test-endurance: setup-dev ## run the load, endurance and exhaustive damage tests (minutes)
 	$(BIN)/python -m pytest -m endurance -o faulthandler_timeout=0
+
+test-llmlingua: setup-dev ## install torch and llmlingua as well and run the tests of A8 with them
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[llmlingua]"
+	$(BIN)/python -m pytest -m llmlingua
 
 check: setup-dev gen-check ## lint, format, types, layers and stubs; changes nothing
 	$(BIN)/ruff check .

@@ -22,8 +22,8 @@ MAX_ANSWER_TOKENS = 32
 REFERENCE = "A1"
 # These promise the answers of the full context, token for token; the demo fails when one breaks that promise.
 EXACT = ("A7", "B0", "B1")
-# These need `kvferry calibrate` first.
-CALIBRATED = ("qfilters",)
+# These need `kvferry calibrate` first, or a package and a model of their own.
+PREPARED = ("A8", "qfilters")
 # One of each kind: a demo is watched. ``--method`` shows others, ``--all`` every one that needs no question beforehand.
 SHOWN = ("A0", "A1", "A7", "B0", "B1", "B2", "B3", "B5", "B9")
 
@@ -81,7 +81,7 @@ def run(model: str, advance: Callable[[str, float], None], methods: Collection[s
 
     Args:
         model: what both daemons load.
-        methods: ids of those to show; empty: every blind one that needs no calibration. ``EXACT`` ones always run.
+        methods: ids of those to show; empty: every blind one that needs no preparation. ``EXACT`` ones always run.
         advance: told what happens now and which share of the whole is done.
 
     Raises:
@@ -139,7 +139,7 @@ def _rows(
 
 def _unprepared(client: Client) -> Iterator[str]:
     """Yield the ids of the methods that need nothing but the document."""
-    yield from (method.id for method in client.methods() if not method.aware and method.id not in CALIBRATED)
+    yield from (method.id for method in client.methods() if not method.aware and method.id not in PREPARED)
 
 
 def _broken(rows: tuple[Row, ...]) -> Iterator[str]:

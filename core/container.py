@@ -29,10 +29,11 @@ TEXT = "document.text"
 ENDS = "document.ends"
 EXCERPTS = "document.excerpts"
 SUMMARY = "document.summary"
+COMPRESSED = "document.compressed"
 SPANS = "document.spans"
 EVIDENCE = "document.evidence"
 REFERENCES = "document.references"
-SHORTENED = (ENDS, EXCERPTS, SUMMARY)
+SHORTENED = (ENDS, EXCERPTS, SUMMARY, COMPRESSED)
 """What may stand in the place of the document's text; ``SPANS`` says then which passages are the document's."""
 _HEADER_ALIGNMENT = 8
 _MAX_EMPTY_FRAME = 25  # RFC 8878: 4 magic, at most 14 of header, 3 of the one empty block, 4 of checksum

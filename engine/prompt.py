@@ -37,6 +37,7 @@ LABELS: Mapping[str, str] = MappingProxyType(
         container.ENDS: "Beginning and end of the document",
         container.EXCERPTS: "Excerpts from the document",
         container.SUMMARY: "Summary of the document",
+        container.COMPRESSED: "Compressed text of the document",
         container.EVIDENCE: "Facts from the document",
     }
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -30,12 +30,17 @@ from kvferry.sender.kv.snapkv import SnapKV, SnapKVAware
 from kvferry.sender.kv.streaming_llm import StreamingLLM
 from kvferry.sender.kv.tova import Tova
 from kvferry.sender.method import Method
+from kvferry.sender.text.evidence import StructuredEvidence, StructuredEvidenceAware
 from kvferry.sender.text.extractive import Extractive, ExtractiveAware
 from kvferry.sender.text.full_text import FullText
 from kvferry.sender.text.head_tail import HeadTail
+from kvferry.sender.text.llmlingua2 import LLMLingua2
 from kvferry.sender.text.no_message import NoMessage
+from kvferry.sender.text.references import EvidenceReferences
 from kvferry.sender.text.summary import Summary, SummaryAware
 from kvferry.sender.text.zstd_text import ZstdText
+
+Checked = TypeVar("Checked", bound=msgspec.Struct)
 
 METHODS: tuple[Method[Any], ...] = (
     NoMessage(),
@@ -45,7 +50,11 @@ METHODS: tuple[Method[Any], ...] = (
     ExtractiveAware(),
     Summary(),
     SummaryAware(),
+    StructuredEvidence(),
+    StructuredEvidenceAware(),
+    EvidenceReferences(),
     ZstdText(),
+    LLMLingua2(),
     NativeCache(),
     SerialisedCache(),
     Packed(),
@@ -95,16 +104,23 @@ def check_parameters(method: Method[Any], given: Mapping[str, Scalar]) -> msgspe
     Raises:
         InvalidRequestError: naming the parameter and its allowed range.
     """
-    known = {field.name: field.type for field in msgspec.structs.fields(method.parameters)}
+    parameters: msgspec.Struct = parameters_of(method.parameters, method.info.id, given)
+    return parameters
+
+
+def parameters_of(kind: type[Checked], method: str, given: Mapping[str, Scalar]) -> Checked:
+    """Return parameters of a kind, defaults filled in; ``method`` is what has them, for the message.
+
+    Raises:
+        InvalidRequestError: naming the parameter and its allowed range.
+    """
+    known = {field.name: field.type for field in msgspec.structs.fields(kind)}
     for name, value in given.items():
         if name not in known:
             listed = ", ".join(sorted(known)) or "none"
-            raise InvalidRequestError(
-                f"{name}: method {method.info.id} has no such parameter; it takes {listed}", field=name
-            )
+            raise InvalidRequestError(f"{name}: method {method} has no such parameter; it takes {listed}", field=name)
         try:
             msgspec.convert(value, known[name])
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"{name}: {value!r}: {error}", field=name, value=value) from error
-    parameters: msgspec.Struct = msgspec.convert(dict(given), method.parameters)
-    return parameters
+    return msgspec.convert(dict(given), kind)

@@ -21,7 +21,7 @@ from kvferry.core.digests import digest
 from kvferry.core.errors import ContextOverflowError, InvalidRequestError, ModelError, UnknownMethodError
 from kvferry.core.manifest import Manifest
 from kvferry.engine.model import LoadedModel
-from kvferry.engine.prompt import DEFAULT_SYSTEM, SUMMARY_SYSTEM
+from kvferry.engine.prompt import DEFAULT_SYSTEM, EVIDENCE_SYSTEM, SUMMARY_SYSTEM
 from kvferry.sender import registry
 
 DOCUMENT = "The access code of the north warehouse is 4417. Tür und Tor, 門, 🚢, e\u0301. <|im_end|> <think>\n\n" * 4
@@ -34,6 +34,9 @@ METHODS = {
     "A3-aware": "text",
     "A4": "text",
     "A4-aware": "text",
+    "A5": "evidence",
+    "A5-aware": "evidence",
+    "A6": "references",
     "A7": "text",
     "B0": "text",
     "B1": "kv",
@@ -58,8 +61,11 @@ METHODS = {
     "qfilters": "kv",
     "qfilters-svd": "kv",
 }
-CONSUME = {method: "prefill" for method, form in METHODS.items() if form == "text"} | {"B0": "prefill_once"}
-WRITTEN = ("A4", "A4-aware")
+# What needs a package or a model that is not here.
+EXTRAS = {"A8": "text"}
+CONSUME = {"text": "prefill", "evidence": "prefill", "references": "look_up", "kv": "inject"}
+WRITTEN = {"A4": SUMMARY_SYSTEM, "A4-aware": SUMMARY_SYSTEM}
+WRITTEN |= dict.fromkeys(("A5", "A5-aware", "A6"), EVIDENCE_SYSTEM)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +79,7 @@ def shop(workshop: Callable[..., Any], model: LoadedModel) -> Any:
 
 
 def test_these_are_all_the_methods() -> None:
-    assert {method.info.id: method.info.form for method in registry.METHODS} == METHODS
+    assert {method.info.id: method.info.form for method in registry.METHODS} == METHODS | EXTRAS
     # A method may have its id for its name, but no name of another.
     names = [name.casefold() for method in registry.METHODS for name in {method.info.id, method.info.name}]
     assert len(set(names)) == len(names)
@@ -85,7 +91,8 @@ def test_form_and_groups(shop: Any, method: str) -> None:
     assert manifest.form == METHODS[method]
     present = {group for group in KV_GROUPS if getattr(manifest, group) is not None}
     assert present == (set(KV_GROUPS) if METHODS[method] == "kv" else set())
-    assert (manifest.method.id, manifest.method.consume) == (method, CONSUME.get(method, "inject"))
+    assert manifest.method.id == method
+    assert manifest.method.consume == ("prefill_once" if method == "B0" else CONSUME[METHODS[method]])
     assert manifest.method.aware is method.endswith("-aware")
     assert manifest.mapper is None
     text = DOCUMENT.encode()
@@ -384,7 +391,7 @@ def test_a_dropped_artifact_is_made_again(shop: Any) -> None:
 def test_the_account_speaks_of_this_document(shop: Any, model: LoadedModel, method: str) -> None:
     account = shop.make(method, DOCUMENT).account
     tokens = len(model.prompt.prefix(DOCUMENT))
-    written = len(model.prompt.prefix(DOCUMENT, SUMMARY_SYSTEM)) if method in WRITTEN else 0
+    written = len(model.prompt.prefix(DOCUMENT, WRITTEN[method])) if method in WRITTEN else 0
     assert account.prefill_tokens == (tokens if METHODS[method] == "kv" else written)
     # bf16: 2 bytes; K and V of 3 layers with 3 heads of 32.
     assert account.dense_bf16_bytes == tokens * 2 * 2 * 3 * 3 * 32
@@ -436,7 +443,7 @@ def test_a_sliding_window_model_sends_text_and_refuses_its_cache_by_name(
 
 
 def test_params_in_the_manifest_are_those_of_the_method(shop: Any) -> None:
-    for method in registry.METHODS:
-        params = shop.make(method.info.id, DOCUMENT).stored.manifest.method.params
+    for name in METHODS:
+        params = shop.make(name, DOCUMENT).stored.manifest.method.params
         given = {name for name in params if not name.startswith("outcome.")}
-        assert given == {field.name for field in msgspec.structs.fields(method.parameters)}
+        assert given == {field.name for field in msgspec.structs.fields(registry.find(name).parameters)}

@@ -1,0 +1,329 @@
+"""A8 with its package: tiny random compressors, and the package's own function as the oracle. Needs kvferry[llmlingua].
+
+The compressors are made here, with tokenizers of the two kinds that the released ones have. In the place of tiktoken's
+encoding, which would be downloaded, stands one that counts bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import regex
+
+from kvferry.core import container
+from kvferry.core.spans import from_bytes, to_bytes
+from kvferry.engine.model import LoadedModel
+from kvferry.sender import registry
+from kvferry.sender.method import TextMaterial
+from kvferry.sender.text.llmlingua2 import LLMLingua2
+
+pytestmark = [
+    pytest.mark.llmlingua,
+    # Other people's packages, in the versions that go together, warn of each other's future.
+    pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning", "default::UserWarning"),
+]
+
+XLMR = "llmlingua-2-xlm-roberta-large-meetingbank"
+BERT = "llmlingua-2-bert-base-multilingual-cased-meetingbank"
+SENTENCES = (
+    "The access code of the north warehouse is 4417, not 4418. ",
+    "Plate B-KV 2041 left at dawn; plate HH-AB 7 did not.\n",
+    "if crates != 11:\n    return keys[4]  # no ferry\n",
+    "门牌号是京A12345。主管的电话是六二〇三。",
+)
+TEXT = "".join(SENTENCES)
+LONG = "".join(f"Crate {number} holds {number * 7 % 97} sheets of paper, {TEXT}" for number in range(40))
+TEXTS = {
+    "prose": TEXT,
+    "long": LONG,
+    "one word": "warehouse",
+    "unknown to both": "hi ☃",
+    "one long word": "x" * 900,
+    "width": "Ｔｈｅ ｃｏｄｅ ｉｓ ４４１７. ﬁnal… e\u0301te\u0301 " + TEXT,
+    "control strings": "The <|endoftext|> code </s> of [SEP] the [NEW3] <unk> warehouse",
+    "no stop": "the code of the plate " * 300,
+}
+
+
+def tiny_xlmr(path: Path) -> None:
+    """Save a token classifier with a tokenizer of SentencePiece's kind."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import XLMRobertaConfig, XLMRobertaForTokenClassification
+
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+    tokenizer.decoder = decoders.Metaspace()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    alphabet = sorted(set(LONG))
+    trainer = trainers.UnigramTrainer(
+        vocab_size=220, special_tokens=special, unk_token=special[3], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(SENTENCES * 3, trainer)
+    names = {"bos": "<s>", "cls": "<s>", "eos": "</s>", "sep": "</s>", "pad": "<pad>", "unk": "<unk>", "mask": "<mask>"}
+    save(path, tokenizer, "XLMRobertaTokenizer", names)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = XLMRobertaConfig(
+        vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=514, initializer_range=0.5, num_labels=2, **sizes
+    )
+    XLMRobertaForTokenClassification(config).save_pretrained(path)
+
+
+def tiny_bert(path: Path) -> None:
+    """Save a token classifier with a tokenizer of WordPiece's kind."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import BertConfig, BertForTokenClassification
+
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))  # noqa: S106
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=260, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(SENTENCES * 3, trainer)
+    names = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "unk": "[UNK]", "mask": "[MASK]"}
+    save(path, tokenizer, "BertTokenizer", names)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = BertConfig(vocab_size=tokenizer.get_vocab_size(), initializer_range=0.5, num_labels=2, **sizes)
+    BertForTokenClassification(config).save_pretrained(path)
+
+
+def save(path: Path, tokenizer: Any, kind: str, names: dict[str, str]) -> None:
+    """Save a tokenizer as the released models have theirs."""
+    path.mkdir(parents=True)
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {f"{name}_token": token for name, token in names.items()}
+    settings |= {"tokenizer_class": kind, "do_lower_case": False, "model_max_length": 512}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a home of kvferry with both compressors."""
+    import torch
+
+    path = tmp_path_factory.mktemp("home")
+    for name, make in ((XLMR, tiny_xlmr), (BERT, tiny_bert)):
+        torch.manual_seed(3)
+        make(path / "models" / "compressors" / name)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def prepared(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let kvferry look there, and tiktoken count bytes."""
+    import tiktoken
+
+    ranks = {bytes([value]): value for value in range(256)}
+    encoding = tiktoken.Encoding(
+        "bytes", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}
+    )
+    monkeypatch.setattr(tiktoken, "encoding_for_model", {"gpt-3.5-turbo": encoding}.__getitem__)
+    monkeypatch.setenv("KVFERRY_HOME", str(home))
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., LoadedModel]) -> LoadedModel:
+    return tiny_model("llama", context=32768)
+
+
+@pytest.fixture(scope="module")
+def method() -> LLMLingua2:
+    return LLMLingua2()
+
+
+@pytest.fixture
+def compress(
+    workshop: Callable[..., Any], model: LoadedModel, drain: Callable[..., Any], method: LLMLingua2
+) -> Callable[..., TextMaterial]:
+    """Return a function: what the method makes of a text."""
+    shop = workshop(model)
+
+    def run(text: str, name: str, budget: float) -> TextMaterial:
+        parameters = registry.check_parameters(method, {"budget": budget, "model": name})
+        material = drain(method.make(shop.reading(text), parameters))
+        assert isinstance(material, TextMaterial)
+        return material
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def released(home: Path) -> Callable[[str, str, float], str]:
+    """Return a function: what the package makes of a text, as its README uses it."""
+    loaded: dict[str, Any] = {}
+
+    def run(name: str, text: str, rate: float) -> str:
+        from llmlingua import PromptCompressor
+
+        if name not in loaded:
+            path = home / "models" / "compressors" / name
+            loaded[name] = PromptCompressor(model_name=str(path), device_map="cpu", use_llmlingua2=True)
+        return str(loaded[name].compress_prompt(text, rate=rate)["compressed_prompt"])
+
+    return run
+
+
+def tokens_of(model: LoadedModel, text: str) -> int:
+    return len(model.prompt.prefix(text)) - len(model.prompt.prefix(""))
+
+
+def words_of(text: str) -> list[str]:
+    return regex.findall(r"[\w\p{M}]|[^\w\s]", text)
+
+
+def is_subsequence(part: list[str], whole: list[str]) -> bool:
+    rest = iter(whole)
+    return all(word in rest for word in part)
+
+
+@pytest.mark.parametrize("name", [XLMR, BERT])
+@pytest.mark.parametrize("text", [text for text in TEXTS if text not in {"control strings", "unknown to both"}])
+@pytest.mark.parametrize("budget", [0.2, 0.6, 0.97])
+def test_it_is_what_the_package_returns(
+    compress: Callable[..., TextMaterial],
+    released: Callable[[str, str, float], str],
+    model: LoadedModel,
+    name: str,
+    text: str,
+    budget: float,
+) -> None:
+    document = TEXTS[text]
+    source = tokens_of(model, document)
+    allowed = max(1, int(source * budget))
+    # Where its tokenizer knows no word at all, the package raises.
+    nothing_known = name == BERT and text == "one long word"
+    expected = "" if nothing_known else released(name, document, allowed / source)
+    made = compress(document, name, budget)
+    assert made.text is not None
+    assert expected.startswith(made.text)
+    assert made.outcome["cap_hit"] is (made.text != expected)
+    assert made.outcome["cap_hit"] is (tokens_of(model, expected) > allowed)
+    assert tokens_of(model, made.text) == made.outcome["tokens"] <= allowed
+
+
+@pytest.mark.parametrize("name", [XLMR, BERT])
+def test_rate_one_keeps_every_word_and_a_little_less_does_not(
+    compress: Callable[..., TextMaterial], released: Callable[[str, str, float], str], name: str
+) -> None:
+    assert compress(LONG, name, 1.0).text == LONG
+    kept = compress(LONG, name, 0.99).text or ""
+    assert len(words_of(kept)) < len(words_of(LONG))
+    everything = released(name, TEXT, 1.0)
+    # The package alone loses the line breaks and the spaces around some words, and no word of what it knows.
+    assert is_subsequence(words_of(everything), words_of(TEXT))
+
+
+@pytest.mark.parametrize("name", [XLMR, BERT])
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("budget", [1, 40, 0.5])
+def test_kept_words_are_the_documents_in_order_with_exact_spans(
+    compress: Callable[..., TextMaterial], model: LoadedModel, name: str, text: str, budget: float
+) -> None:
+    document = TEXTS[text]
+    made = compress(document, name, budget)
+    sent = made.text or ""
+    assert made.kind == container.COMPRESSED
+    assert made.outcome["tokens"] <= (budget if isinstance(budget, int) else tokens_of(model, document) * budget)
+    if text != "width":
+        assert is_subsequence(words_of(sent), words_of(document))
+    assert from_bytes("spans", to_bytes(made.spans), len(sent), len(document)) == made.spans
+    last = 0
+    for at, start, end in made.spans:
+        assert sent[at : at + end - start] == document[start:end]
+        assert last <= start
+        last = end
+    covered = {index for at, start, end in made.spans for index in range(at, at + end - start)}
+    # Only where the tokenizer rewrites width and ligatures, or loses letters that it does not know, are words without.
+    if text not in {"width", "control strings"}:
+        assert {sent[index] for index in range(len(sent)) if index not in covered} <= {" "}
+
+
+@pytest.mark.parametrize("name", [XLMR, BERT])
+def test_the_long_text_is_longer_than_a_passage(method: LLMLingua2, name: str, home: Path) -> None:
+    compressor = method._compressors.get(name)
+    for text in (LONG, TEXTS["no stop"]):
+        assert len(compressor.tokens(text)) > 513
+    batches = list(compressor.compress(LONG, 0.5))
+    assert len(batches) > 3
+    assert batches[0] == 0
+    assert batches == sorted(batches)
+
+
+@pytest.mark.parametrize("name", [XLMR, BERT])
+@pytest.mark.parametrize("text", ["", "hi", " ", "\n", "☃", ".", "The"])
+@pytest.mark.parametrize("budget", [1, 0.5, 1.0])
+def test_short_texts_pass(compress: Callable[..., TextMaterial], name: str, text: str, budget: float) -> None:
+    made = compress(text, name, budget)
+    assert made.outcome["tokens"] <= made.outcome["source_tokens"]
+    assert words_of(made.text or "") in (words_of(text), [])
+
+
+@pytest.mark.parametrize("name", [XLMR, BERT])
+def test_random_numbers_stay_as_they_were(workshop: Any, drain: Any, model: LoadedModel, name: str) -> None:
+    import torch
+
+    def state() -> tuple[Any, ...]:
+        flags = torch.backends.cudnn
+        numbers = (random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
+        return (
+            *numbers,
+            torch.get_rng_state().tolist(),
+            flags.deterministic,
+            flags.benchmark,
+            os.environ.get("PYTHONHASHSEED"),
+        )
+
+    random.seed(5)
+    np.random.seed(5)  # noqa: NPY002
+    torch.manual_seed(5)
+    before = state()
+    fresh = LLMLingua2()
+    parameters = registry.check_parameters(fresh, {"model": name})
+    steps = fresh.make(workshop(model).reading(LONG), parameters)
+    drain(steps)
+    assert state() == before
+    for _ in zip(range(6), fresh.make(workshop(model).reading(LONG), parameters), strict=False):
+        assert state() == before
+    assert state() == before
+
+
+@pytest.mark.parametrize("name", [XLMR, BERT])
+def test_the_same_text_gives_the_same_whatever_came_before(
+    compress: Callable[..., TextMaterial], workshop: Any, drain: Any, model: LoadedModel, name: str
+) -> None:
+    first = compress(LONG, name, 0.4)
+    compress(TEXT, name, 0.3)
+    assert compress(LONG, name, 0.4) == first
+    fresh = LLMLingua2()
+    parameters = registry.check_parameters(fresh, {"model": name, "budget": 0.4})
+    assert drain(fresh.make(workshop(model).reading(LONG), parameters)) == first
+
+
+def test_neither_code_of_a_model_nor_a_hub_is_asked(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    from kvferry.core.errors import ModelError
+
+    shutil.copytree(home, tmp_path / "home")
+    folder = tmp_path / "home" / "models" / "compressors" / XLMR
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config |= {
+        "model_type": "strange",
+        "auto_map": {"AutoConfig": "code.Config", "AutoModelForTokenClassification": "code.Model"},
+    }
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    (folder / "code.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n", "utf-8")
+    monkeypatch.setenv("KVFERRY_HOME", str(tmp_path / "home"))
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        LLMLingua2()._compressors.get(XLMR)
+    assert not (tmp_path / "ran").exists()
