@@ -69,11 +69,11 @@ def write(
         while True:
             yield Progress("method", done, most)
             try:
-                next(steps)
+                token = next(steps)
             except StopIteration as stop:
                 answer: Answer = stop.value
                 break
-            done = min(done + 1, most)
+            done += token.token_id is not None
     yield Progress("method", most, most)
     return answer
 

@@ -2,6 +2,9 @@
 
 The rule keeps about a rate of the words, passage by passage, counted in tokens of another tokenizer. So the rate is the
 budget over the document's tokens, and what comes out is counted in the receiver's tokens and cut to the budget.
+
+Kept words stand far apart, and a span for each run of them takes more bytes than they do. So none travel: the text is
+marked as generated.
 """
 
 from __future__ import annotations
@@ -13,13 +16,11 @@ from typing import Literal
 from kvferry.core import container
 from kvferry.core.manifest import Scalar
 from kvferry.core.progress import Progress
-from kvferry.core.spans import Span
 from kvferry.core.wire import MethodInfo
 from kvferry.sender.method import TextMaterial
 from kvferry.sender.reading import Reading
 from kvferry.sender.text.counted import BudgetParameters, budget_tokens, within
-from kvferry.sender.text.llmlingua_package import Compressed, Compressor, Compressors
-from kvferry.sender.text.word_alignment import beginning, copied
+from kvferry.sender.text.llmlingua_package import Compressor, Compressors
 
 Model = Literal["llmlingua-2-xlm-roberta-large-meetingbank", "llmlingua-2-bert-base-multilingual-cased-meetingbank"]
 
@@ -58,24 +59,19 @@ class LLMLingua2:
         tokens = prompt.count(text)
         budget = budget_tokens(parameters.budget, tokens)
         if tokens <= budget:
-            whole = (Span(0, 0, len(text)),) if text else ()
-            return TextMaterial(text, kind=container.COMPRESSED, spans=whole, outcome=_outcome(tokens, tokens))
+            return TextMaterial(text, kind=container.COMPRESSED, outcome=_outcome(tokens, tokens))
         if not text.strip():
             return TextMaterial("", kind=container.COMPRESSED, outcome=_outcome(0, tokens))
         yield Progress("method", 0, tokens)
         compressor = self._compressors.get(parameters.model)
         made = yield from _compress(compressor, text, budget / tokens)
-        kept = within(prompt, made.text, budget)
-        return TextMaterial(
-            kept,
-            kind=container.COMPRESSED,
-            spans=beginning(copied(text, made.text, made.words), len(kept)),
-            outcome=_outcome(prompt.count(kept), tokens, cap_hit=kept != made.text)
-            | {"package": compressor.package, "checkpoint": compressor.checkpoint},
-        )
+        kept = within(prompt, made, budget)
+        outcome = _outcome(prompt.count(kept), tokens, cap_hit=kept != made)
+        chosen_by = {"package": compressor.package, "checkpoint": compressor.checkpoint}
+        return TextMaterial(kept, kind=container.COMPRESSED, outcome=outcome | chosen_by)
 
 
-def _compress(compressor: Compressor, text: str, rate: float) -> Generator[Progress, None, Compressed]:
+def _compress(compressor: Compressor, text: str, rate: float) -> Generator[Progress, None, str]:
     total = len(compressor.tokens(text))
     steps = compressor.compress(text, rate)
     with contextlib.closing(steps):
@@ -83,7 +79,7 @@ def _compress(compressor: Compressor, text: str, rate: float) -> Generator[Progr
             try:
                 done = next(steps)
             except StopIteration as stop:
-                made: Compressed = stop.value
+                made: str = stop.value
                 break
             # Marks of beginning and end are classified as well, and passages are tokenised anew.
             yield Progress("method", min(done, total), total)

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -25,21 +25,12 @@ from kvferry.core.digests import file_digest
 from kvferry.core.errors import ModelError
 from kvferry.engine.model_store import models_home
 from kvferry.sender.text.stepped import stepped
-from kvferry.sender.text.word_alignment import Word
 
 _PUBLISHER = "microsoft"
 _WEIGHTS = "model.safetensors"
 _CLASSIFIER = "classifier.weight"
 _COUNTED_LIKE = "gpt-3.5-turbo"
 _HASH_SEED = "PYTHONHASHSEED"
-_PRIVATE_USE = range(0xF0000, 0xFFFFE)
-
-
-class Compressed(NamedTuple):
-    """What the package made of a text: the kept words joined, and all words of the text in order."""
-
-    text: str
-    words: tuple[Word, ...]
 
 
 class Compressor:
@@ -60,7 +51,7 @@ class Compressor:
         """Return a text's tokens under the compressor's own tokenizer."""
         return list(self._compressor.tokenizer.tokenize(text))
 
-    def compress(self, text: str, rate: float) -> Generator[int, None, Compressed]:
+    def compress(self, text: str, rate: float) -> Generator[int, None, str]:
         """Keep about ``rate`` of a text, above 0 and below 1, and yield how many tokens were classified so far.
 
         Nothing is kept of a text in which the tokenizer knows no word: the package cannot rank what is not there.
@@ -69,11 +60,10 @@ class Compressor:
             ModelError: when the package cannot rank a passage.
         """
         if set(self.tokens(text)) <= self._compressor.special_tokens:
-            return Compressed("", ())
+            return ""
         return (yield from stepped(partial(self._run, text, rate)))
 
-    def _run(self, text: str, rate: float, report: Callable[[int], None]) -> Compressed:
-        word_mark, label_mark = _unused(text)
+    def _run(self, text: str, rate: float, report: Callable[[int], None]) -> str:
         owner = threading.get_ident()
         done = 0
 
@@ -89,9 +79,7 @@ class Compressor:
 
             hook = self._compressor.model.register_forward_pre_hook(before_batch, with_kwargs=True)
             try:
-                made = self._compressor.compress_prompt(
-                    text, rate=rate, return_word_label=True, word_sep=word_mark, label_sep=label_mark
-                )
+                made: str = self._compressor.compress_prompt(text, rate=rate)["compressed_prompt"]
             except IndexError as error:
                 raise ModelError(
                     f"method A8: llmlingua cannot rank a passage of the document, as of one in which its tokenizer "
@@ -99,9 +87,7 @@ class Compressor:
                 ) from error
             finally:
                 hook.remove()
-        labelled = made["fn_labeled_original_prompt"].split(word_mark)
-        words = (item.rpartition(label_mark) for item in labelled if item)
-        return Compressed(made["compressed_prompt"], tuple(Word(word, label == "1") for word, _, label in words))
+        return made
 
 
 class Compressors:
@@ -233,10 +219,3 @@ def _settings_kept(torch: Any) -> Iterator[None]:
         os.environ.pop(_HASH_SEED, None)
         if hash_seed is not None:
             os.environ[_HASH_SEED] = hash_seed
-
-
-def _unused(text: str) -> tuple[str, str]:
-    """Return two characters that a text does not hold."""
-    held = set(text)
-    free = (chr(code) for code in _PRIVATE_USE if chr(code) not in held)
-    return next(free), next(free)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.errors import ContextOverflowError, InvalidRequestError, ModelError
+from kvferry.core.progress import finish
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.selection import top_rows
 from kvferry.sender import registry
@@ -39,7 +40,8 @@ def draw(heads: int, rows: int, width: int, seed: int) -> Array:
 
 
 def scores_of(queries: Array, keys: Array, window_keys: Array, **given: Any) -> Array:
-    return window_scores.window_scores(queries, keys, window_keys, WindowScoreParameters(**given))
+    made: Array = finish(window_scores.window_scores(queries, keys, window_keys, WindowScoreParameters(**given)))
+    return made
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -50,7 +52,7 @@ def test_votes_are_attention_to_the_prefix_summed_over_the_window(
     heads, kv_heads, width = shape
     queries, keys = 2 * draw(heads, tokens, width, 1), draw(kv_heads, rows + tokens, width, 2)
     expected = attention_oracles.causal_attention(queries, keys)[:, :, :rows].sum(axis=1)
-    found = window_votes(queries, keys[:, :rows], keys[:, rows:])
+    found = finish(window_votes(queries, keys[:, :rows], keys[:, rows:]))
     assert np.abs(found - expected).max() < 1e-5 * expected.max()
     # What goes to the window itself is missing from the sum, because it was in the denominator.
     assert (found.sum(axis=1) < tokens).all()
@@ -101,12 +103,16 @@ def test_the_order_of_reductions_matters_to_the_maximum_only() -> None:
     assert np.abs(ways["max"][0] - ways["max"][1]).max() > 0.1 * ways["max"][0].max()
 
 
-@pytest.mark.parametrize("weights", [1, 9 * 41 * 4, 9 * 41 * 8])
-def test_queries_come_in_blocks_that_memory_holds(weights: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("weights", "block"), [(1, 1), (9 * 41 * 4, 4), (9 * 41 * 8, 8)])
+def test_queries_come_in_blocks_that_memory_holds(weights: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     queries, keys = 2 * draw(9, 11, 64, 1), draw(3, 41, 64, 2)
-    whole = window_votes(queries, keys[:, :30], keys[:, 30:])
+    whole = finish(window_votes(queries, keys[:, :30], keys[:, 30:]))
     monkeypatch.setattr(window_scores, "_WEIGHTS_AT_ONCE", weights)
-    assert window_votes(queries, keys[:, :30], keys[:, 30:]) == pytest.approx(whole, rel=1e-4)
+    told: list[int] = []
+    found = finish(window_votes(queries, keys[:, :30], keys[:, 30:]), told.append)
+    assert found == pytest.approx(whole, rel=1e-4)
+    # Other work gets its turn after every block.
+    assert told == list(range(block, 11, block))
 
 
 def test_pooling_by_hand() -> None:
@@ -159,7 +165,7 @@ def test_numbers_that_are_not_finite_are_refused(where: str, bad: float) -> None
 def test_an_infinite_key_is_refused_although_its_weight_is_finite() -> None:
     queries, keys = np.full((1, 1, 4), -1, np.float32), np.ones((1, 3, 4), np.float32)
     keys[0, 1, 2] = np.inf
-    assert np.isfinite(window_votes(queries, keys, np.ones((1, 1, 4), np.float32))).all()
+    assert np.isfinite(finish(window_votes(queries, keys, np.ones((1, 1, 4), np.float32)))).all()
     with pytest.raises(ModelError, match="^window scores: a key is not finite"):
         scores_of(queries, keys, np.ones((1, 1, 4), np.float32))
 
@@ -216,11 +222,11 @@ def test_an_aware_method_needs_the_question(subject: Subject, question: str | No
         probes.question_ids(dataclasses.replace(subject, question=question), "B5-aware")
 
 
-@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("tokens", [1, 9, 45])
 def test_a_probe_asks_what_it_would_ask_in_one_reading(subject: Subject, asked: Any, tokens: int) -> None:
     probe = list(range(5, 5 + tokens))
     whole = asked(subject.model.model, subject.ids + probe)
-    for seen, expected in zip(probes.behind(subject, probe), whole, strict=True):
+    for seen, expected in zip(finish(probes.behind(subject, probe)), whole, strict=True):
         assert np.array(seen.queries) == pytest.approx(expected.queries[:, -tokens:], abs=1e-4)
         assert np.array(seen.keys) == pytest.approx(expected.keys[:, -tokens:], abs=1e-4)
 
@@ -228,7 +234,7 @@ def test_a_probe_asks_what_it_would_ask_in_one_reading(subject: Subject, asked: 
 @pytest.mark.parametrize("tokens", [1, 8, 60])
 def test_the_end_of_the_prefix_asks_what_it_asked_when_it_was_read(subject: Subject, asked: Any, tokens: int) -> None:
     whole = asked(subject.model.model, subject.ids)
-    for seen, expected in zip(probes.at_end(subject, tokens), whole, strict=True):
+    for seen, expected in zip(finish(probes.at_end(subject, tokens)), whole, strict=True):
         assert np.array(seen.queries) == pytest.approx(expected.queries[:, -tokens:], abs=1e-4)
         assert np.array(seen.keys) == pytest.approx(expected.keys[:, -tokens:], abs=1e-4)
 
@@ -246,7 +252,7 @@ def test_a_probe_leaves_the_cache_as_it_is(subject: Subject, drain: Callable[...
 def test_a_probe_that_does_not_fit_the_context_is_refused(subject: Subject) -> None:
     room = subject.model.profile.context_length - subject.rows
     with pytest.raises(ContextOverflowError, match=f"61 prefix \\+ {room + 1} question"):
-        probes.behind(subject, [1] * (room + 1))
+        next(probes.behind(subject, [1] * (room + 1)))
 
 
 def test_a_probe_behind_protects_nothing_and_the_published_window_itself(
@@ -262,7 +268,8 @@ def test_a_probe_behind_protects_nothing_and_the_published_window_itself(
 
 def test_progress_goes_by_layers(subject: Subject) -> None:
     steps = list(score_blind(subject, BlindWindowParameters()))
-    assert [(step.stage, step.done, step.total) for step in steps] == [("method", done, 2) for done in range(3)]
+    # The probe's 32 tokens are run in two pieces of at most 20: the turn between them is no progress.
+    assert [(step.stage, step.done, step.total) for step in steps] == [("method", done, 2) for done in (0, 0, 1, 2)]
 
 
 def test_scores_of_half_precision_rows_are_computed_in_single(
@@ -289,7 +296,7 @@ def test_scores_of_half_precision_rows_are_computed_in_single(
     subject = Subject(drain(loaded.prefill(ids)), loaded, ids, None)
     assert subject.layers[0].keys.dtype == mx.bfloat16
     (scores,) = drain(score_behind(subject, [3, 4, 5], WindowScoreParameters(kernel=1))).layers
-    (seen,) = probes.behind(subject, [3, 4, 5])
+    (seen,) = finish(probes.behind(subject, [3, 4, 5]))
     keys = np.array(subject.layers[0].keys[0].astype(mx.float32))
     expected = attention_oracles.snapkv_scores(np.array(seen.queries), keys, np.array(seen.keys), kernel=1)
     assert scores == pytest.approx(expected, rel=1e-4)

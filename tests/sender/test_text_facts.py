@@ -112,7 +112,7 @@ ODD = [
     (r'{"entity":"a","attribute":"b","value":"c","quote":1}', None),
     (r'{"entity":"a","attribute":"b","value":NaN,"quote":"d"}', None),
     (r'{"entity":"a","attribute":"b","value":-Infinity,"quote":"d"}', None),
-    (r'{"entity":"a","attribute":"b","value":"c","quote":"d","x":[[Infinity]]}', None),
+    (r'{"entity":"a","attribute":"b","value":"c","quote":"d","x":[[Infinity],1]}', None),
     (r'{"entity":"a","attribute":"b","value":"\ud83d","quote":"d"}', None),
     (r'{"entity":"a","attribute":"b","value":"c","quote":"\ude80\ud83d"}', None),
     (r'{"entity":"a","attribute":"b","value":"c","value":"c","quote":"d"}', None),
@@ -158,6 +158,10 @@ def test_an_entry_is_a_fact_or_is_dropped_and_counted(spelled: str, fact: RawFac
         '"c",',
         '"c" "d"',
         "[1,]",
+        "[1 2]",
+        "[,1]",
+        "{1}",
+        '{"a":1 "b":2}',
         "{1:2}",
         '{"a" 1}',
         "[}",
@@ -244,6 +248,18 @@ def test_notes_are_strings_and_other_keys_are_passed_over() -> None:
     assert read_facts('{"notes": [NaN, "a"], "facts": []}', cut=False) == NOTHING
     for text in ('{"x": NaN, "facts": []}', '{"x": [{"y": -Infinity}], "facts": []}'):
         assert read_facts(text, cut=False) == NOTHING
+
+
+def test_entries_without_commas_end_the_reading() -> None:
+    first, last = entry(FACTS[0]), entry(FACTS[2])
+    assert read_facts(f'{{"facts": [{first} {last}]}}', cut=False) == Written(
+        FACTS[:1], (), (), complete=False, dropped=0
+    )
+    assert read_facts(f'{{"facts": [{first.replace(", ", " ")}]}}', cut=False) == NOTHING
+    assert read_facts(f'{{"notes": ["a" "b"], "facts": [{first}]}}', cut=False) == Written(
+        (), ("a",), (), complete=False, dropped=0
+    )
+    assert read_facts(f'{{"notes": ["a"] "facts": [{first}]}}', cut=False).facts == ()
 
 
 def test_the_limits() -> None:

@@ -18,7 +18,6 @@ import pytest
 import regex
 
 from kvferry.core import container
-from kvferry.core.spans import from_bytes, to_bytes
 from kvferry.engine.model import LoadedModel
 from kvferry.sender import registry
 from kvferry.sender.method import TextMaterial
@@ -224,7 +223,7 @@ def test_rate_one_keeps_every_word_and_a_little_less_does_not(
 @pytest.mark.parametrize("name", [XLMR, BERT])
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("budget", [1, 40, 0.5])
-def test_kept_words_are_the_documents_in_order_with_exact_spans(
+def test_kept_words_are_the_documents_in_order(
     compress: Callable[..., TextMaterial], model: LoadedModel, name: str, text: str, budget: float
 ) -> None:
     document = TEXTS[text]
@@ -234,16 +233,7 @@ def test_kept_words_are_the_documents_in_order_with_exact_spans(
     assert made.outcome["tokens"] <= (budget if isinstance(budget, int) else tokens_of(model, document) * budget)
     if text != "width":
         assert is_subsequence(words_of(sent), words_of(document))
-    assert from_bytes("spans", to_bytes(made.spans), len(sent), len(document)) == made.spans
-    last = 0
-    for at, start, end in made.spans:
-        assert sent[at : at + end - start] == document[start:end]
-        assert last <= start
-        last = end
-    covered = {index for at, start, end in made.spans for index in range(at, at + end - start)}
-    # Only where the tokenizer rewrites width and ligatures, or loses letters that it does not know, are words without.
-    if text not in {"width", "control strings"}:
-        assert {sent[index] for index in range(len(sent)) if index not in covered} <= {" "}
+    assert made.spans == ()
 
 
 @pytest.mark.parametrize("name", [XLMR, BERT])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -234,6 +235,18 @@ def test_progress_counts_tokens_read_and_written(workshop: Callable[..., Any], m
     written = [step for step in seen if step.stage == "method"]
     assert [step.done for step in written] == sorted(step.done for step in written)
     assert (written[0].done, written[-1].done, {step.total for step in written}) == (0, 9, {9})
+
+
+def test_a_long_instruction_that_is_read_in_pieces_counts_for_nothing_written(
+    workshop: Callable[..., Any], model: LoadedModel
+) -> None:
+    small = dataclasses.replace(model, prefill_chunk=16)
+    question = QUESTION * 3
+    pieces = (len(model.prompt.task(SUMMARY_AWARE + question)) - 1) // 16
+    assert pieces > 2
+    seen = [step for step in steps_of(workshop(small), "A4-aware", TEXT, question, 5) if step.stage == "method"]
+    # One before the work, one for every piece and token, and one at the end.
+    assert [step.done for step in seen] == [0] * (1 + pieces) + [1, 2, 3, 4, 5, 5]
 
 
 def test_closing_stops_the_writing(workshop: Callable[..., Any], model: LoadedModel) -> None:
