@@ -18,27 +18,24 @@ Two lists in one entry stand for every pair. An unknown key is an error.
 
 from __future__ import annotations
 
-import itertools
-import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-import msgpack
 import msgspec
 from msgspec import Meta
 
-from kvferry.ablations.provenance import Provenance
+from kvferry.ablations import toml_files
+from kvferry.ablations.settings import Setting, expand
 from kvferry.core.digests import digest
 from kvferry.core.errors import ConfigError
-from kvferry.core.manifest import Model, Scalar
 
-METHOD = "method"
 EVERY = "*"
+"""In a setting: every method of the experiment that takes its parameters."""
+
 _BUNDLED = files("kvferry.ablations").joinpath("grids")
-_Entry = TypeVar("_Entry", bound=msgspec.Struct)
 _Filled = Annotated[str, Meta(min_length=1)]
 _Positive = Annotated[int, Meta(ge=1)]
 
@@ -73,20 +70,34 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A method, or ``EVERY``, and the parameters that the grid gives it; the others keep their defaults."""
-
-    method: str
-    parameters: tuple[tuple[str, Scalar], ...] = ()
-
-
-@dataclass(frozen=True)
 class Cell:
     """One run: a model reads the start of a document, a method makes the artifact."""
 
     model: ModelEntry
     document: Document
     setting: Setting
+
+    def shape(self) -> list[Any]:
+        """Return what shapes its figures beside the model and the method."""
+        return [
+            self.model.prefix_tokens,
+            self.model.continuation_tokens,
+            digest(self.document.text.encode("utf-8")),
+            self.document.question,
+        ]
+
+    def record_fields(self) -> dict[str, Any]:
+        """Return what its record says of it."""
+        return {
+            "model": self.model.name,
+            "document": self.document.name,
+            "prefix_tokens": self.model.prefix_tokens,
+            "continuation_tokens": self.model.continuation_tokens,
+        }
+
+    def describe(self) -> str:
+        """Return it in a few words."""
+        return f"{self.model.name}, {self.document.name}: {self.setting.words}"
 
 
 @dataclass(frozen=True)
@@ -107,28 +118,13 @@ class Grid:
         return replace(self, models=tuple(known.get(name, _renamed(self.models[0], name)) for name in names))
 
 
-def cell_id(cell: Cell, model: Model, provenance: Provenance) -> str:
-    """Return the digest of everything that shapes a cell's figures, in hexadecimal."""
-    parts = [
-        cell.setting.method,
-        sorted(cell.setting.parameters),
-        msgspec.to_builtins(model, builtin_types=(bytes,)),
-        cell.model.prefix_tokens,
-        cell.model.continuation_tokens,
-        digest(cell.document.text.encode("utf-8")),
-        cell.document.question,
-        msgspec.to_builtins(provenance),
-    ]
-    return digest(msgpack.packb(parts)).hex()
-
-
 def load(path: Path) -> Grid:
     """Read a grid.
 
     Raises:
         ConfigError: when a file cannot be read, or naming the key that is unknown, missing or impossible.
     """
-    return _parse(_read(path), path)
+    return _parse(toml_files.read(path, _Tables), path)
 
 
 def bundled(name: str) -> Grid:
@@ -136,66 +132,25 @@ def bundled(name: str) -> Grid:
     return load(Path(str(_BUNDLED.joinpath(f"{name}.toml"))))
 
 
-def _parse(content: str, path: Path) -> Grid:
-    try:
-        tables = msgspec.convert(tomllib.loads(content), _Tables)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{path}: {error}", path=str(path)) from error
-    for name in _Tables.__struct_fields__:
-        if not getattr(tables, name):
-            raise ConfigError(f"{path}: {name}: at least one is needed", path=str(path), field=name)
-    models = [_entry(ModelEntry, given, f"{path}: models[{at}]") for at, given in enumerate(tables.models)]
+def _parse(tables: _Tables, path: Path) -> Grid:
+    toml_files.check_filled(tables, _Tables.__struct_fields__, path)
+    models = [toml_files.entry(item, ModelEntry, f"{path}: models[{at}]") for at, item in enumerate(tables.models)]
     documents = [_document(given, path, f"{path}: documents[{at}]") for at, given in enumerate(tables.documents)]
-    settings = [
-        setting for at, given in enumerate(tables.methods) for setting in _expand(given, f"{path}: methods[{at}]")
-    ]
-    return Grid(tuple(models), tuple(documents), tuple(settings))
-
-
-def _entry(kind: type[_Entry], given: dict[str, Any], place: str) -> _Entry:
-    try:
-        return msgspec.convert(given, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{place}: {error}", place=place) from error
+    return Grid(tuple(models), tuple(documents), expand(tables.methods, path))
 
 
 def _document(given: dict[str, Any], grid: Path, place: str) -> Document:
-    entry = _entry(_DocumentEntry, given, place)
+    entry = toml_files.entry(given, _DocumentEntry, place)
     if bool(entry.bundled) == bool(entry.file):
         raise ConfigError(f"{place}: exactly one of bundled and file is needed", place=place)
     if entry.file:
         path = grid.parent / Path(entry.file).expanduser()
-        return Document(path.stem, _read(path), entry.question)
+        return Document(path.stem, toml_files.text(path), entry.question)
     folder = _BUNDLED.joinpath("documents")
     known = sorted(item.name.removesuffix(".md") for item in folder.iterdir() if item.name.endswith(".md"))
     if entry.bundled not in known:
         raise ConfigError(f"{place}: bundled = {entry.bundled!r} is not one of {', '.join(known)}", place=place)
     return Document(entry.bundled, folder.joinpath(f"{entry.bundled}.md").read_text("utf-8"), entry.question)
-
-
-def _expand(given: dict[str, Any], place: str) -> Iterator[Setting]:
-    method = given.get(METHOD)
-    if not isinstance(method, str) or not method:
-        raise ConfigError(f"{place}: {METHOD} = {method!r}: the id or name of a method is needed", place=place)
-    names = [name for name in given if name != METHOD]
-    choices = [_choices(given[name], f"{place}: {name}") for name in names]
-    for values in itertools.product(*choices):
-        yield Setting(method, tuple(zip(names, values, strict=True)))
-
-
-def _choices(value: Any, place: str) -> list[Scalar]:
-    values = value if isinstance(value, list) else [value]
-    if not values or not all(isinstance(item, str | int | float) for item in values):
-        raise ConfigError(f"{place} = {value!r}: a text, a number, a truth value or a list of them is needed")
-    return values
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(f"{path}: {reason}", path=str(path)) from error
 
 
 def _renamed(entry: ModelEntry, name: str) -> ModelEntry:

@@ -30,7 +30,7 @@ from kvferry.ablations import runner
 from kvferry.ablations.continuation import Split, split
 from kvferry.ablations.fidelity import Logits, compare
 from kvferry.ablations.figures import TURNS, Figures
-from kvferry.ablations.grid import Cell, Document, Grid, ModelEntry
+from kvferry.ablations.grid import Cell, Document, Grid
 from kvferry.ablations.planning import checked, plan
 from kvferry.ablations.records import Record, RecordFile
 from kvferry.ablations.runner import Advance, Skipped
@@ -70,17 +70,17 @@ def run(grid: Grid, records: Path, advance: Advance) -> list[Record]:
     # The second model's absence must not show after an hour with the first.
     for model in grid.models:
         model_store.resolve(model.name)
-    return runner.run(grid, file, open_bench, advance)
+    return runner.run([(model.name, grid.cells(model)) for model in grid.models], file, open_bench, advance)
 
 
 @contextlib.contextmanager
-def open_bench(entry: ModelEntry) -> Iterator[MethodBench]:
+def open_bench(name: str) -> Iterator[MethodBench]:
     """Load a model and lend it a store for as long as it is used.
 
     Raises:
         ModelError: when it cannot be loaded.
     """
-    model = load(str(model_store.resolve(entry.name)))
+    model = load(str(model_store.resolve(name)))
     with tempfile.TemporaryDirectory(prefix="kvferry-ablate-") as folder:
         store = ArtifactStore(Path(folder), durable=False)
         try:

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from kvferry.ablations.grid import EVERY, Grid, Setting
+from kvferry.ablations.grid import EVERY, Grid
+from kvferry.ablations.settings import Setting
 from kvferry.core.errors import InvalidRequestError, UnknownMethodError
 from kvferry.sender import registry
 from kvferry.sender.method import Method

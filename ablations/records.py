@@ -38,7 +38,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         id: digest of everything that shapes the cell.
         status: "done" has figures; "failed" has a failure and is run again; "skipped" has a reason and is not.
         model, document, method: as the grid names them.
-        prefix_tokens, continuation_tokens: what the grid asks for; the figures say what was there.
+        question: that was asked, of an experiment that asks several of a document.
+        prefix_tokens, continuation_tokens: what the grid asks for, of an experiment that cuts documents; the figures
+            say what was there.
         parameters: as the grid gives them.
         figures: by name; each experiment says which.
         failure: of a failed cell.
@@ -51,8 +53,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     status: Status
     model: str
     document: str
-    prefix_tokens: int
-    continuation_tokens: int
+    question: str = ""
+    prefix_tokens: int = 0
+    continuation_tokens: int = 0
     method: str
     parameters: dict[str, Scalar]
     figures: dict[str, Scalar] = {}

@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
+
+import msgpack
+import msgspec
 
 from kvferry.ablations import provenance
-from kvferry.ablations.grid import Cell, Grid, ModelEntry, cell_id
 from kvferry.ablations.provenance import Provenance
 from kvferry.ablations.records import Failure, Record, RecordFile, Status
+from kvferry.ablations.settings import Setting
+from kvferry.core.digests import digest
 from kvferry.core.errors import KvferryError
-from kvferry.core.manifest import Model, Scalar
+from kvferry.core.manifest import Scalar
 
 Advance = Callable[[str, float], None]
+
+
+class Cell(Protocol):
+    """One run of an experiment."""
+
+    @property
+    def setting(self) -> Setting:
+        """The method and its parameters."""
+
+    def shape(self) -> list[Any]:
+        """Return what shapes its figures beside the model and the method, as plain values."""
+
+    def record_fields(self) -> dict[str, Any]:
+        """Return what its record says of it, the names of its model and its document among it."""
+
+    def describe(self) -> str:
+        """Return it in a few words."""
+
+
+CellType = TypeVar("CellType", bound=Cell)
+Cell_contra = TypeVar("Cell_contra", bound=Cell, contravariant=True)
 
 
 @dataclass(frozen=True)
@@ -24,14 +49,14 @@ class Skipped:
     reason: str
 
 
-class Bench(Protocol):
+class Bench(Protocol[Cell_contra]):
     """An experiment with one model at hand."""
 
     @property
-    def model(self) -> Model:
-        """What the model is, from its contents."""
+    def model(self) -> object:
+        """What the model is, from its contents: anything that msgspec can turn into plain values."""
 
-    def measure(self, cell: Cell) -> dict[str, Scalar] | Skipped:
+    def measure(self, cell: Cell_contra) -> dict[str, Scalar] | Skipped:
         """Return a cell's figures.
 
         Raises:
@@ -40,31 +65,34 @@ class Bench(Protocol):
 
 
 def run(
-    grid: Grid, file: RecordFile, open_bench: Callable[[ModelEntry], AbstractContextManager[Bench]], advance: Advance
+    batches: Sequence[tuple[str, Sequence[CellType]]],
+    file: RecordFile,
+    open_bench: Callable[[str], AbstractContextManager[Bench[CellType]]],
+    advance: Advance,
 ) -> list[Record]:
     """Run what is not finished yet.
 
     Args:
-        grid: what to run.
+        batches: models by name, and the cells of each.
         file: where records go; finished cells found there are not run again.
         open_bench: loads a model.
         advance: told what happens and which share of the whole is done.
 
     Returns:
-        The newest record of every cell of the grid, in the grid's order. A cell that the grid names twice is one.
+        The newest record of every cell, in the order given. A cell that is given twice is one.
 
     Raises:
         KvferryError: when a model cannot be loaded or a record cannot be written.
     """
     origin = provenance.here()
-    total = len(grid.models) * len(grid.documents) * len(grid.settings)
+    total = sum(len(cells) for _, cells in batches)
     done = 0
     records: dict[str, Record] = {}
-    for model in grid.models:
-        advance(f"{model.name}: loading", done / total)
-        with open_bench(model) as bench:
-            for cell in grid.cells(model):
-                advance(describe(cell), done / total)
+    for name, cells in batches:
+        advance(f"{name}: loading", done / total)
+        with open_bench(name) as bench:
+            for cell in cells:
+                advance(cell.describe(), done / total)
                 identity = cell_id(cell, bench.model, origin)
                 if identity not in records:
                     records[identity] = file.finished(identity) or _run_cell(cell, bench, identity, file, origin)
@@ -73,19 +101,25 @@ def run(
     return list(records.values())
 
 
-def describe(cell: Cell) -> str:
-    """Return a cell in a few words."""
-    parameters = "".join(f" {name}={value}" for name, value in cell.setting.parameters)
-    return f"{cell.model.name}, {cell.document.name}: {cell.setting.method}{parameters}"
+def cell_id(cell: Cell, model: object, origin: Provenance) -> str:
+    """Return the digest of everything that shapes a cell's figures, in hexadecimal."""
+    parts = [
+        cell.setting.method,
+        sorted(cell.setting.parameters),
+        msgspec.to_builtins(model, builtin_types=(bytes,)),
+        cell.shape(),
+        msgspec.to_builtins(origin),
+    ]
+    return digest(msgpack.packb(parts)).hex()
 
 
-def _run_cell(cell: Cell, bench: Bench, identity: str, file: RecordFile, origin: Provenance) -> Record:
+def _run_cell(cell: CellType, bench: Bench[CellType], identity: str, file: RecordFile, origin: Provenance) -> Record:
     record = _measure(cell, bench, identity, origin)
     file.append(record)
     return record
 
 
-def _measure(cell: Cell, bench: Bench, identity: str, origin: Provenance) -> Record:
+def _measure(cell: CellType, bench: Bench[CellType], identity: str, origin: Provenance) -> Record:
     status: Status = "done"
     figures: dict[str, Scalar] = {}
     failure, reason = None, ""
@@ -101,10 +135,6 @@ def _measure(cell: Cell, bench: Bench, identity: str, origin: Provenance) -> Rec
     return Record(
         id=identity,
         status=status,
-        model=cell.model.name,
-        document=cell.document.name,
-        prefix_tokens=cell.model.prefix_tokens,
-        continuation_tokens=cell.model.continuation_tokens,
         method=cell.setting.method,
         parameters=dict(cell.setting.parameters),
         figures=figures,
@@ -112,4 +142,5 @@ def _measure(cell: Cell, bench: Bench, identity: str, origin: Provenance) -> Rec
         reason=reason,
         date=provenance.today(),
         provenance=origin,
+        **cell.record_fields(),
     )

@@ -8,9 +8,9 @@ from itertools import groupby
 import msgspec
 
 from kvferry.ablations.figures import Figures
+from kvferry.ablations.markdown import origin, parameters, table
 from kvferry.ablations.records import Record
 from kvferry.core.errors import StoreError
-from kvferry.core.manifest import Scalar
 
 HEADING = (
     "method",
@@ -58,12 +58,8 @@ def markdown(records: Sequence[Record], command: str) -> str:
         records: of one run, at least one.
         command: that was given.
     """
-    origin = records[0].provenance
-    dates = sorted({record.date for record in records})
-    versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items() if version)
     lines = [
-        f"`{command}`, commit {origin.commit}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
-        f"Machine: {origin.machine}; {versions}.",
+        *origin(records, command),
         "",
         _LEGEND,
     ]
@@ -79,16 +75,11 @@ def outcome(record: Record) -> str:
     return f"{_name(record)}: {record.failure.code}: {record.failure.message}"
 
 
-def parameters(given: dict[str, Scalar]) -> str:
-    """Return a method's parameters in one line."""
-    return " ".join(f"{name}={value}" for name, value in given.items())
-
-
 def _table(records: list[Record]) -> list[str]:
     lines = rows(records)
     shown = [_about(_figures(record)) for record in records if record.status == "done"][:1]
     if lines:
-        shown += ["", _cells(HEADING), _cells(("---",) * len(HEADING)), *map(_cells, lines)]
+        shown += ["", *table(HEADING, lines)]
     notes = [f"- {outcome(record)}" for record in records if record.status != "done"]
     return [*shown, *([""] if shown and notes else []), *notes]
 
@@ -150,7 +141,3 @@ def _nats(value: float) -> str:
 
 def _kilobytes(count: float) -> str:
     return f"{count / 1000:,.1f}"
-
-
-def _cells(values: Iterable[str]) -> str:
-    return "| " + " | ".join(value.replace("|", "\\|") for value in values) + " |"

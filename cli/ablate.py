@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 import msgspec
@@ -12,6 +13,9 @@ from kvferry.cli import output
 
 if TYPE_CHECKING:
     from kvferry.ablations.records import Record
+
+_Command = TypeVar("_Command", bound=Callable[..., None])
+_PATH = click.Path(path_type=Path)
 
 
 @click.group()
@@ -22,13 +26,20 @@ def command() -> None:
     """
 
 
+def _grid_options(function: _Command) -> _Command:
+    """Add what every experiment takes."""
+    for option in (
+        click.option("--model", "models", multiple=True, help="Instead of the grid's models; may be repeated."),
+        click.option("--results", type=_PATH, help="Markdown document whose tables are to be written."),
+        click.option("--out", type=_PATH, help="JSON-lines file of records; by default in the user's data."),
+        click.option("--grid", type=_PATH, help="TOML file; by default kvferry's own grid."),
+    ):
+        function = option(function)
+    return function
+
+
 @command.command()
-@click.option("--grid", type=click.Path(path_type=Path), help="TOML file; by default kvferry's own grid.")
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="JSON-lines file of records; by default in the user's data."
-)
-@click.option("--results", type=click.Path(path_type=Path), help="Markdown document whose table is to be written.")
-@click.option("--model", "models", multiple=True, help="Instead of the grid's models; may be repeated.")
+@_grid_options
 @output.json_option
 def methods(
     grid: Path | None, out: Path | None, results: Path | None, models: tuple[str, ...], *, as_json: bool
@@ -38,39 +49,98 @@ def methods(
     from kvferry.ablations import methods as experiment
     from kvferry.ablations import tables
     from kvferry.ablations.results import write
-    from kvferry.engine.model_store import models_home
 
     chosen = grids.load(grid) if grid else grids.bundled(experiment.EXPERIMENT)
     if models:
         chosen = chosen.with_models(models)
-    out = out or models_home().parent / "ablations" / f"{experiment.EXPERIMENT}.jsonl"
-    output.remark(f"records: {out}")
+    out = _records_file(out, experiment.EXPERIMENT)
     with output.progress_share("methods") as advance:
         records = experiment.run(chosen, out, advance)
     if results:
-        words = ["kvferry ablate methods", *(["--grid", grid.name] if grid else []), *_repeated("--model", models)]
+        words = ["kvferry ablate methods", *_file("--grid", grid), *_repeated("--model", models)]
         write(results, experiment.EXPERIMENT, tables.markdown(records, " ".join(words)))
         output.remark(f"results: {results}")
-    _show(records, out, as_json=as_json)
+    done = [record for record in records if record.status == "done"]
+    lines = [(item.model, item.document, *row) for item, row in zip(done, tables.rows(done), strict=True)]
+    _show(records, out, [("model", "document", *tables.HEADING), *lines], as_json=as_json)
+    _leave([f"{item.model}, {item.document}: {tables.outcome(item)}" for item in records if item.status == "failed"])
 
 
-def _show(records: list[Record], out: Path, *, as_json: bool) -> None:
-    """Print the outcome and leave with a failure when a cell failed."""
-    from kvferry.ablations import tables
-    from kvferry.ablations.records import failures
+@command.command()
+@_grid_options
+@click.option("--questions", type=_PATH, help="Folder of documents and questions; by default kvferry's own.")
+@click.option("--method", "chosen_methods", multiple=True, help="Id of the only methods to run; may be repeated.")
+@click.option("--document", "names", multiple=True, help="Name of the only documents to ask about; may be repeated.")
+@output.json_option
+def answers(
+    *,
+    grid: Path | None,
+    out: Path | None,
+    results: Path | None,
+    models: tuple[str, ...],
+    questions: Path | None,
+    chosen_methods: tuple[str, ...],
+    names: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Ask questions whose answers are known, from each method's message: right answers, bytes and times.
 
+    Both daemons are started here, a pair for every model.
+    """
+    from kvferry.ablations import answer_grid as grids
+    from kvferry.ablations import answer_tables as tables
+    from kvferry.ablations import answers as experiment
+    from kvferry.ablations import questions as sets
+    from kvferry.ablations.results import write
+
+    chosen = grids.load(grid) if grid else grids.bundled()
+    chosen = chosen.with_models(models) if models else chosen
+    chosen = chosen.with_methods(chosen_methods) if chosen_methods else chosen
+    documents = grids.choose(sets.load(questions) if questions else sets.bundled(), names)
+    out = _records_file(out, experiment.EXPERIMENT)
+    with output.progress_share("answers") as advance:
+        records = experiment.run(chosen, documents, out, advance)
+    if results:
+        words = [
+            "kvferry ablate answers",
+            *_file("--grid", grid),
+            *_file("--questions", questions),
+            *_repeated("--model", models),
+            *_repeated("--method", chosen_methods),
+            *_repeated("--document", names),
+        ]
+        write(results, experiment.EXPERIMENT, tables.markdown(records, " ".join(words)))
+        output.remark(f"results: {results}")
+    lines = [(name, *row) for name in chosen.models for row in tables.rows(records, name)]
+    _show(records, out, [("model", *tables.HEADING), *lines], as_json=as_json)
+    _leave(tables.failed(records))
+
+
+def _records_file(given: Path | None, experiment: str) -> Path:
+    from kvferry.engine.model_store import models_home
+
+    out = given or models_home().parent / "ablations" / f"{experiment}.jsonl"
+    output.remark(f"records: {out}")
+    return out
+
+
+def _show(records: list[Record], out: Path, table: list[tuple[str, ...]], *, as_json: bool) -> None:
     if as_json:
         output.write_json({"records_file": str(out), "records": msgspec.to_builtins(records)})
     else:
-        done = [record for record in records if record.status == "done"]
-        heading = ("model", "document", *tables.HEADING)
-        lines = [(item.model, item.document, *row) for item, row in zip(done, tables.rows(done), strict=True)]
-        click.echo(output.table([heading, *lines]))
-    failed = failures(records)
-    for record in failed:
-        output.remark(f"failed: {record.model}, {record.document}: {tables.outcome(record)}")
+        click.echo(output.table(table))
+
+
+def _leave(failed: list[str]) -> None:
+    """Name the cells that failed, and leave with a failure when there are any."""
+    for line in failed:
+        output.remark(f"failed: {line}")
     if failed:
         raise click.exceptions.Exit(1)
+
+
+def _file(option: str, path: Path | None) -> list[str]:
+    return [option, path.name] if path else []
 
 
 def _repeated(option: str, values: tuple[str, ...]) -> list[str]:

@@ -147,11 +147,11 @@ class GrammarCompiler:
         return self.compile(Grammar(f"start: %json {json.dumps({**schema, 'x-guidance': options})}"))
 
 
-def evidence_grammar(document: str | None) -> Grammar:
+def evidence_grammar(document: str | None, *, may_be_empty: bool = False) -> Grammar:
     """Return the grammar of evidence: ``{"facts":[{entity, attribute, value, quote}],"notes":[],"unknowns":[]}``.
 
-    JSON without white space, every field there, in this order. No string is empty or begins with white space, and every
-    list may be empty. Lengths are limited by the constants above.
+    JSON without white space, every field there, in this order. No string is empty or begins with white space. Lengths
+    are limited by the constants above.
 
     Args:
         document: where quotes are copied from, character by character, at most ``MAX_QUOTE`` of them; or None, and
@@ -159,15 +159,18 @@ def evidence_grammar(document: str | None) -> Grammar:
             within a very long one. It is written as JSON writes it, so all characters can be quoted. Without anything
             to quote there are no facts. Compiling takes about a second for 300,000 characters of prose, or for 100,000
             where every character is a word.
+        may_be_empty: whether there may be no facts although there is something to quote. Small models that may leave
+            the list empty do so, and name the facts when they may not.
     """
     pieces = [] if document is None else _PIECE.findall(document)
-    most_facts = MAX_FACTS if document is None or any(map(_QUOTABLE.match, pieces)) else 0
+    quotable = document is None or any(map(_QUOTABLE.match, pieces))
+    facts = _list("fact", MAX_FACTS, may_be_empty=may_be_empty) if quotable else '"[]"'
     kinds = {"entity": "NAME", "attribute": "NAME", "value": "VALUE", "quote": "QUOTE"}
     fields = ",".join(rf'\"{name}\":\"" {kind} "\"' for name, kind in kinds.items())
     rules = (
         r'start: "{\"facts\":" facts ",\"notes\":" remarks ",\"unknowns\":" remarks "}"',
-        f"facts: {_list('fact', most_facts)}",
-        f"remarks: {_list('remark', MAX_REMARKS)}",
+        f"facts: {facts}",
+        f"remarks: {_list('remark', MAX_REMARKS, may_be_empty=True)}",
         r'remark: "\"" REMARK "\""',
         f'fact: "{{{fields}}}"',
         f"NAME: {_text(MAX_NAME)}",
@@ -178,8 +181,8 @@ def evidence_grammar(document: str | None) -> Grammar:
     return Grammar("\n".join(rules))
 
 
-def _list(item: str, most: int) -> str:
-    return f'"[" ({item} ("," {item}){{0,{most - 1}}})? "]"' if most else '"[]"'
+def _list(item: str, most: int, *, may_be_empty: bool) -> str:
+    return f'"[" ({item} ("," {item}){{0,{most - 1}}}){"?" * may_be_empty} "]"'
 
 
 def _text(most: int) -> str:

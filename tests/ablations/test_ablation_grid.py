@@ -11,9 +11,11 @@ import msgspec
 import pytest
 
 from kvferry.ablations import grid as grids
-from kvferry.ablations.grid import Cell, Document, Grid, ModelEntry, Setting, cell_id
+from kvferry.ablations.grid import Cell, Document, Grid, ModelEntry
 from kvferry.ablations.planning import plan
 from kvferry.ablations.provenance import Provenance
+from kvferry.ablations.runner import cell_id
+from kvferry.ablations.settings import Setting
 from kvferry.core.digests import digest
 from kvferry.core.errors import ConfigError
 from kvferry.core.manifest import Model

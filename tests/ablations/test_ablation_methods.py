@@ -18,10 +18,11 @@ from msgspec import Meta
 from kvferry.ablations import methods, provenance
 from kvferry.ablations.continuation import split
 from kvferry.ablations.figures import Figures
-from kvferry.ablations.grid import Document, Grid, ModelEntry, Setting
+from kvferry.ablations.grid import Document, Grid, ModelEntry
 from kvferry.ablations.planning import plan
 from kvferry.ablations.provenance import Provenance
 from kvferry.ablations.records import Failure, Record
+from kvferry.ablations.settings import Setting
 from kvferry.core.errors import InvalidRequestError, ModelError
 from kvferry.core.progress import Progress
 from kvferry.core.wire import MethodInfo

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import Result
+
+from kvferry.ablations import answers, scoring
+from kvferry.ablations.answer_figures import AnswerFigures
+from kvferry.ablations.answer_grid import AnswerCell
+from kvferry.core.errors import TooLargeError
+from kvferry.core.manifest import Scalar
 
 Run = Callable[..., Result]
 TEXT = "The access code of the north warehouse is 4417. The ferry leaves at dawn with eleven crates of paper. " * 9
@@ -92,4 +99,100 @@ def test_a_misspelt_parameter_is_named_before_anything_runs(kvferry: Run, grid: 
     shown = kvferry("ablate", "methods", "--grid", str(grid), "--out", str(tmp_path / "records.jsonl"))
     assert shown.exit_code == 1
     assert shown.stderr.splitlines()[-1].startswith("error: budgets: method A1 has no such parameter")
+    assert not (tmp_path / "records.jsonl").exists()
+
+
+QUESTIONS = """document = "crates.txt"
+[[questions]]
+question = "What is the code?"
+answers = ["4417"]
+quote = "warehouse is 4417"
+kind = "code"
+"""
+
+
+class FakeBench:
+    """Answers every question with what it was told to say, or fails."""
+
+    model = ("weights",)
+
+    def __init__(self, said: str) -> None:
+        self.said = said
+
+    def measure(self, cell: AnswerCell) -> dict[str, Scalar]:
+        if cell.setting.method == "A2":
+            raise TooLargeError("document: too large")
+        score = scoring.score(self.said, cell.question.answers)
+        whole = dict.fromkeys(AnswerFigures.__struct_fields__, 0)
+        words = dict.fromkeys(("artifact", "name", "label", "form", "kind", "finish_reason", "fallback"), "x")
+        given = {"prediction": self.said, "aware": False, "exact": score.exact, "contains": score.contains}
+        return whole | words | given | {"f1": score.f1, "wire_bytes": 10, "document_bytes": 20}
+
+
+@pytest.fixture
+def asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvferry: Run) -> Callable[..., Result]:
+    """Return a function that runs `kvferry ablate answers` on one document and fakes, with more words."""
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "crates.txt").write_text("The access code of the north warehouse is 4417.", "utf-8")
+    (tmp_path / "set" / "crates.toml").write_text(QUESTIONS, "utf-8")
+    (tmp_path / "small.toml").write_text(
+        '[[models]]\nname = "m"\n[[methods]]\nmethod = "A1"\n[[methods]]\nmethod = "A3"\nbudget = [8, 9]\n', "utf-8"
+    )
+    monkeypatch.setattr(answers.model_store, "resolve", lambda name: name)
+    monkeypatch.setattr(answers, "open_bench", lambda name: contextlib.nullcontext(FakeBench("It is 4417.")))
+
+    def run(*words: str) -> Result:
+        grid, folder, out = (str(tmp_path / name) for name in ("small.toml", "set", "records.jsonl"))
+        return kvferry("ablate", "answers", "--grid", grid, "--questions", folder, "--out", out, *words)
+
+    return run
+
+
+def test_answers_write_records_a_table_and_the_document(asking: Callable[..., Result], tmp_path: Path) -> None:
+    results = tmp_path / "results.md"
+    shown = asking("--results", str(results), "--model", "n", "--document", "crates")
+    assert shown.exit_code == 0
+    head, *rows = shown.stdout.splitlines()
+    assert head.split()[:2] == ["model", "method"]
+    assert [row.split()[:2] for row in rows] == [["n", "A1"], ["n", "A3"], ["n", "A3"]]
+    assert all("100.0 (100.0 to 100.0)" in row for row in rows)
+    assert len((tmp_path / "records.jsonl").read_text("utf-8").splitlines()) == 3
+    document = results.read_text("utf-8")
+    assert "<!-- kvferry:answers:begin -->\n`kvferry ablate answers --grid small.toml --questions set" in document
+    assert "--model n --document crates`" in document
+    assert "| A3 budget=8 − A1 | 1 |" in document
+
+
+def test_answers_may_be_of_some_methods_and_as_json(asking: Callable[..., Result]) -> None:
+    shown = asking("--json", "--method", "A3", "--method", "A0")
+    assert shown.exit_code == 0
+    records = json.loads(shown.stdout)["records"]
+    assert [(item["method"], item["parameters"]) for item in records] == [
+        ("A3", {"budget": 8}),
+        ("A3", {"budget": 9}),
+        ("A0", {}),
+    ]
+    assert records[0]["question"] == "What is the code?"
+
+
+def test_failed_answers_are_named_and_are_a_failure_of_the_command(asking: Callable[..., Result]) -> None:
+    shown = asking("--method", "A2", "--method", "A1")
+    assert shown.exit_code == 1
+    assert [line.split()[:2] for line in shown.stdout.splitlines()[1:]] == [["m", "A1"]]
+    assert shown.stderr.splitlines()[-1] == "failed: crates: A2: TOO_LARGE: document: too large (answers missing: 1)"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--method", "A99"), "error: method: 'A99' is not one of A0 (none)"),
+        (("--document", "quay"), "error: document: 'quay' is not one of crates"),
+    ],
+)
+def test_a_wrong_name_is_one_error_before_anything_runs(
+    asking: Callable[..., Result], tmp_path: Path, words: tuple[str, ...], message: str
+) -> None:
+    shown = asking(*words)
+    assert shown.exit_code == 1
+    assert shown.stderr.splitlines()[-1].startswith(message)
     assert not (tmp_path / "records.jsonl").exists()

@@ -1,10 +1,11 @@
-"""Documents of every kind: those that lie beside this file, and some that are made; always the same."""
+"""Documents of every kind: those that the experiments ask about, and some that are made; always the same."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from pathlib import Path
+
+from kvferry.ablations import questions
 
 PLACES = ("Quay 9", "the north gate", "bay C4", "the lamp room", "Aldgate", "the slipway", "pier 3", "the weigh house")
 PEOPLE = ("Marit Solberg", "Dr. Vogt", "Ms. Halvorsen", "the harbour master", "Mr. Okafor", "a clerk", "Chihiro Saeki")
@@ -58,10 +59,8 @@ def clusters(count: int = 100) -> str:
 
 
 def written() -> dict[str, str]:
-    """Return the documents of this folder by name, without their suffix."""
-    files = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".md", ".txt", ".log"))
-    # As bytes, so that no line end is translated.
-    return {path.stem: path.read_bytes().decode("utf-8") for path in files}
+    """Return the documents that the experiments ask about, by name."""
+    return {document.name: document.text for document in questions.bundled()}
 
 
 def made() -> dict[str, str]:

@@ -1,0 +1,94 @@
+"""How well a short answer fits: exact match, token F1 and containment, for text in any script.
+
+The measures are those of SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250, and its evaluation script): both texts are
+normalised, and the best of the accepted answers counts. Changed, because its rules know English in ASCII only:
+
+- Text is brought to NFKC and case-folded. Digits of every script become ASCII, keycap digits plain ones, and Arabic is
+  read without vowel marks and tatweel.
+- Punctuation separates tokens instead of joining what stands beside it, and so do letters and digits: "w3/w4" holds
+  "w3", and 40kg is 40 kg. A number keeps its decimal point, its colon and its sign: 14.20 is not 1420, and -24 is not
+  24. Commas that group digits do not count.
+- A script without spaces gives one token a character; an emoji is a token.
+- English articles are dropped only before a word, and "A" only where a sentence begins: the letter of "berth A" stays.
+- "Contains" is new: the tokens of the answer stand in the prediction, one after the other. Small models answer in whole
+  sentences, which exact match punishes whatever they say.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import regex
+
+_DROPPED = regex.compile(r"[\uFE0E\uFE0F\u20E3\u0640\u064B-\u0652\u0670\p{Cf}]")
+_GROUPING_COMMA = regex.compile(r"(?<=\p{Nd})[,\u066C](?=\p{Nd}{3}(?!\p{Nd}))")
+_ARTICLE = regex.compile(r"(?:(?<![\p{L}\p{N}\p{M}_-])(?:[Tt]he|[Aa]n|a)|(?:^|[.!?])\W*A)\s+(?=\S)")
+# Scripts that put no space between words, as in kvferry.core.words.
+_UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}\p{Yi}々〆ー"
+_TOKEN = regex.compile(
+    rf"""
+      (?: (?<! [\p{{L}}\p{{N}}] ) - )? \p{{Nd}}++ (?: [.:\u066B] \p{{Nd}}++ )*+
+    | [{_UNSPACED}] \p{{M}}*+
+    | [[\p{{L}}\p{{M}}\p{{N}}]--[\p{{Nd}}{_UNSPACED}]]++
+    | \p{{RI}}{{2}}
+    | (?! [\#*] ) \p{{Extended_Pictographic}}
+    """,
+    regex.VERBOSE | regex.VERSION1,
+)
+
+
+@dataclass(frozen=True)
+class Score:
+    """What an answer is worth.
+
+    Attributes:
+        exact: it is an accepted answer, normalised.
+        contains: an accepted answer stands in it.
+        f1: of its tokens, 0 to 1.
+    """
+
+    exact: bool
+    contains: bool
+    f1: float
+
+
+def score(prediction: str, answers: Sequence[str]) -> Score:
+    """Judge a prediction; each measure takes the accepted answer that suits it best."""
+    given, accepted = tokens(prediction), [tokens(answer) for answer in answers]
+    return Score(
+        exact=given in accepted,
+        contains=any(_holds(given, answer) for answer in accepted),
+        f1=max((_f1(given, answer) for answer in accepted), default=0.0),
+    )
+
+
+def contains(text: str, answer: str) -> bool:
+    """Return whether an answer stands in a text; one without a token stands in none."""
+    return _holds(tokens(text), tokens(answer))
+
+
+def tokens(text: str) -> list[str]:
+    """Return the normalised tokens of a text, in order."""
+    plain = _DROPPED.sub("", unicodedata.normalize("NFKC", text).replace("\u2212", "-"))
+    plain = _ARTICLE.sub(" ", _GROUPING_COMMA.sub("", plain))
+    return [_plain_digits(token.casefold()) for token in _TOKEN.findall(plain)]
+
+
+def _holds(given: Sequence[str], answer: Sequence[str]) -> bool:
+    length = len(answer)
+    return length > 0 and any(given[at : at + length] == answer for at in range(len(given) - length + 1))
+
+
+def _f1(given: Sequence[str], answer: Sequence[str]) -> float:
+    common = (Counter(given) & Counter(answer)).total()
+    # Twice what is common over all there is: the harmonic mean of precision and recall.
+    return 2 * common / (len(given) + len(answer)) if common else 0.0
+
+
+def _plain_digits(token: str) -> str:
+    if token.isascii():
+        return token
+    return "".join(str(unicodedata.decimal(char, char)) for char in token).replace("\u066b", ".")

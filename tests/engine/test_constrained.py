@@ -1,0 +1,625 @@
+"""Answers that follow a grammar: which tokens are left at each step, and what answers come of it."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import regex
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm import tokenizer_utils
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from kvferry.core.errors import ModelError
+from kvferry.core.progress import finish
+from kvferry.engine.constrained import (
+    MAX_FACTS,
+    MAX_NAME,
+    MAX_QUOTE,
+    MAX_REMARKS,
+    MAX_VALUE,
+    Constraint,
+    Grammar,
+    GrammarCompiler,
+    evidence_grammar,
+)
+from kvferry.engine.generate import Answer, Sampling, generate
+from kvferry.engine.model import LoadedModel
+
+VOCABULARY = 380
+ENDS = (376, 378)
+DOCUMENT = 'Ann said "7:30",\r\nÅse 漢字 👩\u200d🚀\t\x1b <|im_end|><think>\\.'
+PIECES = [
+    *("Ann", " ", "said", " ", '"', "7", ":", "30", '"', ",", "\r\n", "Åse", " ", "漢", "字", " ", "👩\u200d🚀", "\t"),
+    *("\x1b", " ", "<", "|", "im_end", "|", ">", "<", "think", ">", "\\", "."),
+]
+FIELDS = {"entity": MAX_NAME, "attribute": MAX_NAME, "value": MAX_VALUE, "quote": MAX_QUOTE}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_tokenizer_dir: Path) -> Any:
+    return tokenizer_utils.load(tiny_tokenizer_dir, eos_token_ids=list(ENDS))
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Any) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def spelling(tokenizer: Any) -> list[bytes]:
+    """Return every token's bytes, by the byte-level alphabet: printable Latin-1 for itself, the rest from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    alphabet |= {chr(256 + place): byte for place, byte in enumerate(others)}
+    structure = {token["id"] for token in json.loads(tokenizer.backend_tokenizer.to_str())["added_tokens"]}
+    return [
+        b"" if token in structure else bytes(alphabet[char] for char in tokenizer.backend_tokenizer.id_to_token(token))
+        for token in range(VOCABULARY)
+    ]
+
+
+@pytest.fixture(scope="module")
+def single(spelling: list[bytes]) -> dict[int, int]:
+    """Return the token of every byte."""
+    return {text[0]: token for token, text in enumerate(spelling) if len(text) == 1}
+
+
+def allowed(constraint: Constraint, size: int = VOCABULARY) -> list[int]:
+    return np.flatnonzero(np.isfinite(np.array(constraint.mask(mx.zeros(size))))).tolist()
+
+
+def follow(constraint: Constraint, single: dict[int, int], text: str) -> str:
+    """Go along a text byte by byte as far as that is allowed, and return how far that was."""
+    data = text.encode()
+    for place, byte in enumerate(data):
+        try:
+            constraint.accept(single[byte])
+        except ModelError:
+            return data[:place].decode(errors="ignore")
+    return text
+
+
+def walk(constraint: Constraint, seed: int, spelling: Sequence[bytes], most: int = 3000) -> list[int]:
+    """Choose by random logits; strings end often enough for the whole grammar to be seen."""
+    rng = np.random.default_rng(seed)
+    bias = np.array([4.0 * text.startswith(b'"') for text in spelling])
+    ids: list[int] = []
+    while not constraint.finished:
+        masked = constraint.mask(mx.array(rng.gumbel(size=len(bias)) + bias, dtype=mx.float32))
+        token = int(np.argmax(np.array(masked)))
+        constraint.accept(token)
+        ids.append(token)
+        assert len(ids) < most
+    return ids
+
+
+def fact(**fields: str) -> dict[str, str]:
+    return {"entity": "e", "attribute": "a", "value": "v", "quote": "q"} | fields
+
+
+def written(*facts: dict[str, str], notes: Sequence[str] = (), unknowns: Sequence[str] = ()) -> str:
+    message = {"facts": facts, "notes": notes, "unknowns": unknowns}
+    return json.dumps(message, ensure_ascii=False, separators=(",", ":"))
+
+
+# --- Which tokens are left --------------------------------------------------------------------------------------------
+
+LITTLE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string", "minLength": 1, "maxLength": 3},
+        "b": {"type": "array", "items": {"enum": ["the", "code", 17]}, "maxItems": 2},
+    },
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+_CHAR = r'(?:[^"\\\x00-\x1f\x7f]|\\["\\bfnrt])'
+_ITEM = '(?:"the"|"code"|17)'
+LITTLE_PATTERN = regex.compile(rf'\{{"a":"{_CHAR}{{1,3}}","b":\[(?:{_ITEM}(?:,{_ITEM})?)?\]\}}')
+
+
+def can_go_on(pattern: regex.Pattern[str], data: bytes) -> bool:
+    """Say whether some text of the pattern begins with these bytes; half a character may become any."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        text = decoder.decode(data)
+    except UnicodeDecodeError:
+        return False
+    return pattern.fullmatch(text + ("é" if decoder.getstate()[0] else ""), partial=True) is not None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_token_is_left_exactly_where_the_text_can_go_on(
+    compiler: GrammarCompiler, spelling: list[bytes], seed: int
+) -> None:
+    constraint = compiler.compile_schema(LITTLE)
+    rng = np.random.default_rng(seed)
+    text = b""
+    while not constraint.finished:
+        left = allowed(constraint)
+        assert left == [i for i, more in enumerate(spelling) if more and can_go_on(LITTLE_PATTERN, text + more)]
+        token = int(rng.choice(left))
+        constraint.accept(token)
+        text += spelling[token]
+    assert LITTLE_PATTERN.fullmatch(text.decode())
+    assert allowed(constraint) == list(ENDS)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_quote_goes_on_exactly_as_the_document_does(
+    compiler: GrammarCompiler, spelling: list[bytes], single: dict[int, int], seed: int
+) -> None:
+    assert "".join(PIECES) == DOCUMENT
+    spans = ("".join(PIECES[i:j]) for i in range(len(PIECES)) for j in range(i + 1, len(PIECES) + 1))
+    quotes = {json.dumps(span, ensure_ascii=False)[1:-1] for span in spans if span[0] not in " \r\t\x1b"}
+    texts = [f"{quote}{after}".encode() for quote in quotes for after in ('"},{"entity":"', '"}],"notes":[')]
+    constraint = compiler.compile(evidence_grammar(DOCUMENT))
+    start = written(fact(quote=""))[: -len('"}],"notes":[],"unknowns":[]}')]
+    assert follow(constraint, single, start) == start
+    rng = np.random.default_rng(seed)
+    done = b""
+    while b'"}' not in done:
+        left = allowed(constraint)
+        live = [text for text in texts if text.startswith(done)]
+        assert left == [i for i, more in enumerate(spelling) if more and any(t.startswith(done + more) for t in live)]
+        token = int(rng.choice(left))
+        constraint.accept(token)
+        done += spelling[token]
+
+
+def test_ends_are_left_exactly_where_the_answer_may_end(compiler: GrammarCompiler, single: dict[int, int]) -> None:
+    constraint = compiler.compile_schema({"type": "integer", "minimum": 5, "maximum": 12345})
+    digits = {single[digit] for digit in b"0123456789"}
+    assert not set(ENDS) & set(allowed(constraint))
+    constraint.accept(single[ord("1")])
+    assert not set(ENDS) & set(allowed(constraint)), "1 is below the minimum"
+    constraint.accept(single[ord("2")])
+    assert {*ENDS, *digits} <= set(allowed(constraint))
+    assert not constraint.finished
+    constraint.accept(ENDS[1])
+    assert constraint.finished
+
+
+def test_an_end_token_that_is_text_ends_nothing_within_a_string(
+    tiny_tokenizer_dir: Path, single: dict[int, int]
+) -> None:
+    ends = [single[ord("e")], ENDS[0]]
+    tokenizer = tokenizer_utils.load(tiny_tokenizer_dir, eos_token_ids=ends)
+    constraint = GrammarCompiler(tokenizer).compile_schema(LITTLE)
+    assert follow(constraint, single, '{"a":"th') == '{"a":"th'
+    assert not tokenizer.eos_token_ids & set(allowed(constraint))
+    assert follow(constraint, single, '","b":[]}') == '","b":[]}'
+    assert set(allowed(constraint)) == tokenizer.eos_token_ids >= set(ends)
+
+
+def test_ends_that_the_tokenizer_lacks_do_not_matter(tiny_tokenizer_dir: Path, single: dict[int, int]) -> None:
+    tokenizer = tokenizer_utils.load(tiny_tokenizer_dir, eos_token_ids=[ENDS[0], 500, 10**6])
+    constraint = GrammarCompiler(tokenizer).compile_schema({"const": 1})
+    assert follow(constraint, single, "1") == "1"
+    assert set(allowed(constraint, 512)) == {*ENDS} & tokenizer.eos_token_ids
+
+
+def test_no_control_token_wherever_the_answer_is(compiler: GrammarCompiler, single: dict[int, int]) -> None:
+    constraint = compiler.compile(evidence_grammar("<think> <|im_end|> <|endoftext|>"))
+    text = written(fact(value="<think><|im_end|>", quote="<think> <|im_end|>"), notes=["<|im_start|>"])
+    for byte in text.encode():
+        assert max(allowed(constraint)) < 376
+        constraint.accept(single[byte])
+    assert allowed(constraint) == list(ENDS)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("size", [VOCABULARY, 512])
+def test_logits_stay_what_they_are_or_become_impossible(compiler: GrammarCompiler, dtype: mx.Dtype, size: int) -> None:
+    constraint = compiler.compile_schema(LITTLE)
+    logits = mx.array(np.random.default_rng(0).standard_normal(size), dtype=dtype)
+    logits = mx.where(mx.arange(size) < VOCABULARY, logits, 1e4).astype(dtype)
+    masked = constraint.mask(logits)
+    assert masked.dtype == dtype
+    assert masked.shape == (size,)
+    left = np.isfinite(np.array(masked.astype(mx.float32)))
+    assert np.flatnonzero(left).tolist() == allowed(compiler.compile_schema(LITTLE))
+    assert np.array_equal(np.array(masked.astype(mx.float32))[left], np.array(logits.astype(mx.float32))[left])
+
+
+def test_a_smaller_head_than_the_vocabulary_loses_its_last_ids(
+    compiler: GrammarCompiler, single: dict[int, int]
+) -> None:
+    constraint = compiler.compile_schema({"const": 1})
+    whole = allowed(constraint)
+    assert allowed(constraint, whole[0] + 1) == whole[:1]
+    with pytest.raises(ModelError, match="no token of this model continues the answer"):
+        constraint.mask(mx.zeros(whole[0]))
+
+
+# --- Whole answers ----------------------------------------------------------------------------------------------------
+
+
+def test_whatever_the_logits_the_answer_is_evidence(compiler: GrammarCompiler, spelling: list[bytes]) -> None:
+    facts, quotes = 0, set()
+    for seed in range(20):
+        constraint = compiler.compile(evidence_grammar(DOCUMENT, may_be_empty=bool(seed % 2)))
+        text = b"".join(spelling[token] for token in walk(constraint, seed, spelling))
+        message = json.loads(text)
+        assert list(message) == ["facts", "notes", "unknowns"]
+        assert len(message["facts"]) <= MAX_FACTS
+        for found in message["facts"]:
+            assert list(found) == list(FIELDS)
+            assert all(0 < len(found[field]) <= most for field, most in FIELDS.items())
+            assert found["quote"] in DOCUMENT
+            facts += 1
+            quotes.add(found["quote"])
+        strings = (
+            [text for found in message["facts"] for text in found.values()] + message["notes"] + message["unknowns"]
+        )
+        assert not any(string[0].isspace() for string in strings)
+        assert max(map(len, strings), default=0) <= MAX_QUOTE
+        assert not re.search(r"\s", re.sub(r'"(?:[^"\\]|\\.)*"', "", text.decode()))
+    assert facts > 10
+    assert len(quotes) > 10
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_whatever_the_logits_the_answer_follows_the_schema(
+    compiler: GrammarCompiler, spelling: list[bytes], seed: int
+) -> None:
+    message = json.loads(b"".join(spelling[token] for token in walk(compiler.compile_schema(LITTLE), seed, spelling)))
+    assert list(message) == ["a", "b"]
+    assert 1 <= len(message["a"]) <= 3
+    assert len(message["b"]) <= 2
+    assert all(item in ("the", "code", 17) for item in message["b"])
+
+
+@pytest.mark.parametrize("document", ["", " ", "\r\n\t \u3000\u00a0\u2028\x1f\x00", "\n" * 500])
+def test_nothing_to_quote_is_no_facts(
+    compiler: GrammarCompiler, single: dict[int, int], spelling: list[bytes], document: str
+) -> None:
+    for seed in range(5):
+        constraint = compiler.compile(evidence_grammar(document))
+        assert json.loads(b"".join(spelling[token] for token in walk(constraint, seed, spelling)))["facts"] == []
+    assert follow(compiler.compile(evidence_grammar(document)), single, written()) == written()
+
+
+@pytest.mark.parametrize("document", [None, DOCUMENT, "x"])
+def test_there_are_facts_unless_there_may_be_none(
+    compiler: GrammarCompiler, single: dict[int, int], document: str | None
+) -> None:
+    text = written(unknowns=["the price"])
+    assert follow(compiler.compile(evidence_grammar(document, may_be_empty=True)), single, text) == text
+    assert follow(compiler.compile(evidence_grammar(document)), single, text) == '{"facts":['
+
+
+@pytest.mark.parametrize("character", ["a", "漢", "👩", '"', "\\", "\n"])
+@pytest.mark.parametrize(("field", "most"), FIELDS.items())
+def test_lengths_are_code_points(
+    compiler: GrammarCompiler, single: dict[int, int], field: str, most: int, character: str
+) -> None:
+    value = "x" + character * (most - 1)
+    text = written(fact(**{field: value}))
+    assert follow(compiler.compile(evidence_grammar(None)), single, text) == text
+    longer = written(fact(**{field: value + character}))
+    reached = follow(compiler.compile(evidence_grammar(None)), single, longer)
+    assert json.dumps(value, ensure_ascii=False)[:-1] in reached
+    assert not reached.endswith("}]}")
+
+
+@pytest.mark.parametrize(("document", "most"), [("q", MAX_FACTS), (None, MAX_FACTS)])
+def test_an_endless_list_of_facts_ends(
+    compiler: GrammarCompiler, single: dict[int, int], document: str | None, most: int
+) -> None:
+    constraint = compiler.compile(evidence_grammar(document))
+    start = written(*[fact()] * most).removesuffix('],"notes":[],"unknowns":[]}')
+    assert follow(constraint, single, start) == start
+    assert single[ord(",")] not in allowed(constraint)
+    remarks = ["r"] * MAX_REMARKS
+    rest = written(notes=remarks, unknowns=remarks).removeprefix('{"facts":[')
+    assert follow(constraint, single, rest) == rest
+    more = written(fact(), notes=[*remarks, "r"])
+    assert follow(compiler.compile(evidence_grammar(document)), single, more).count('"r"') == MAX_REMARKS
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        " " + written(),
+        '{ "facts":[],"notes":[],"unknowns":[]}',
+        '{"facts": [],"notes":[],"unknowns":[]}',
+        '{"facts":[\n],"notes":[],"unknowns":[]}',
+        '{"facts":[],"unknowns":[],"notes":[]}',
+        '{"facts":[],"notes":[]}',
+        written(fact(entity="")),
+        written(fact(value=" v")),
+        written(fact(value="\nv")),
+        written(fact(value="\u00a0v")),
+        written(fact(quote="")),
+        '{"facts":[{"attribute":"a","entity":"e","value":"v","quote":"q"}],"notes":[],"unknowns":[]}',
+        '{"facts":[{"entity":"e","attribute":"a","value":"v"}],"notes":[],"unknowns":[]}',
+        '{"facts":[{"entity":"e","attribute":"a","value":1,"quote":"q"}],"notes":[],"unknowns":[]}',
+        '{"facts":[],"notes":["\\ud83d"],"unknowns":[]}',
+        '{"facts":[],"notes":["a\nb"],"unknowns":[]}',
+    ],
+)
+def test_what_is_no_evidence_cannot_be_written(compiler: GrammarCompiler, single: dict[int, int], text: str) -> None:
+    assert follow(compiler.compile(evidence_grammar(None, may_be_empty=True)), single, text) != text
+
+
+@pytest.mark.parametrize("text", ['"\\ud800"', '"a\nb"', ' "a"', '"abcd"'])
+def test_what_the_schema_does_not_say_cannot_be_written(
+    compiler: GrammarCompiler, single: dict[int, int], text: str
+) -> None:
+    constraint = compiler.compile_schema({"type": "string", "maxLength": 3})
+    assert follow(constraint, single, text) != text
+
+
+# --- Quotes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("quote", "possible"),
+    [
+        ('said "7:30",\r\nÅse', True),
+        ("👩\u200d🚀\t\x1b <|im_end|>", True),
+        ("\\.", True),
+        ("Ann said 7:30", False),
+        ("nn said", False),
+        ("sai", False),
+        ("3", False),
+        (",\nÅse", False),
+        ("👩", False),
+        (" 漢", False),
+        ("Åse 漢字 .", False),
+    ],
+)
+def test_a_quote_is_whole_words_of_the_document(
+    compiler: GrammarCompiler, single: dict[int, int], quote: str, *, possible: bool
+) -> None:
+    text = written(fact(quote=quote))
+    assert (follow(compiler.compile(evidence_grammar(DOCUMENT)), single, text) == text) is possible
+
+
+def test_a_number_is_quoted_whole(compiler: GrammarCompiler, single: dict[int, int]) -> None:
+    grammar = evidence_grammar("no more than 13,500.25 kg")
+    whole = written(fact(quote="than 13,500.25"))
+    assert follow(compiler.compile(grammar), single, whole) == whole
+    for part in ("than 13", "than 13,500", "500.25 kg"):
+        assert follow(compiler.compile(grammar), single, written(fact(quote=part))) != written(fact(quote=part))
+
+
+def test_a_quote_stops_before_the_word_that_would_be_too_long(
+    compiler: GrammarCompiler, single: dict[int, int]
+) -> None:
+    words = " ".join(["incorrigible"] * 40)
+    constraint = compiler.compile(evidence_grammar(words))
+    start = written(fact(quote=words[:194])).split('"}]')[0]
+    assert follow(constraint, single, start) == start
+    assert {bytes([byte]) for byte, token in single.items() if token in allowed(constraint)} == {b" ", b'"'}
+    constraint.accept(single[ord(" ")])
+    assert {bytes([byte]) for byte, token in single.items() if token in allowed(constraint)} == {b'"'}
+
+
+@pytest.mark.parametrize("run", ["x" * 1000, "🇩🇪" * 300, "e" + "\u0301" * 1000, "\u200d" * 999])
+def test_what_has_no_words_can_be_quoted_too(
+    compiler: GrammarCompiler, single: dict[int, int], spelling: list[bytes], run: str
+) -> None:
+    text = written(fact(quote=run[:MAX_QUOTE]))
+    assert follow(compiler.compile(evidence_grammar(run)), single, text) == text
+    assert follow(compiler.compile(evidence_grammar(run)), single, written(fact(quote=run[: MAX_QUOTE + 1]))) != text
+
+
+TEXTS = st.text(
+    st.sampled_from("ab1 .,'\"\\/\n\r\t\x00\x7f\u0301é漢字ทข🇩🇪👩\u200d🚀\u2028\u00a0{}[]:")
+    | st.characters(codec="utf-8")
+)
+
+
+@given(TEXTS, st.integers(0), st.integers(1))
+def test_any_document_can_be_quoted_and_nothing_else(
+    compiler: GrammarCompiler, single: dict[int, int], document: str, start: int, length: int
+) -> None:
+    constraint = compiler.compile(evidence_grammar(document))
+    begin = start % (len(document) + 1)
+    quote = document[begin : begin + length % 60 + 1]
+    text = written(fact(quote=quote))
+    reached = follow(constraint, single, text)
+    if reached == text:
+        assert constraint.finished
+    # A quote that is refused could have been one up to a word's boundary, if it began at one.
+    elif begin == 0 and document and not regex.match(r"[\p{White_Space}\x00-\x1f]", document):
+        assert len(reached) > len(written(fact(quote="")).split('"}]')[0])
+    foreign = written(fact(quote=document + "!"))
+    assert follow(compiler.compile(evidence_grammar(document)), single, foreign) != foreign
+
+
+# --- Other tokenizers -------------------------------------------------------------------------------------------------
+
+
+def pieces(words: Sequence[str]) -> dict[str, int]:
+    found = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    found += [*(chr(code) for code in range(33, 127)), "▁", "é", *words]
+    return {piece: number for number, piece in enumerate(dict.fromkeys(found))}
+
+
+def saved(backend: Tokenizer, folder: Path) -> Any:
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+    return tokenizer_utils.load(folder)
+
+
+def sentencepiece_bpe() -> Tokenizer:
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ('"', ","), ("▁", '"')]
+    backend = Tokenizer(models.BPE(pieces([a + b for a, b in merges]), merges, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return backend
+
+
+def sentencepiece_unigram() -> Tokenizer:
+    vocabulary = [(piece, -float(number)) for piece, number in pieces(["▁the", '",', "▁a"]).items()]
+    backend = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return backend
+
+
+@pytest.mark.parametrize("make", [sentencepiece_bpe, sentencepiece_unigram])
+def test_tokens_of_other_kinds_spell_the_same_grammar(make: Callable[[], Tokenizer], tmp_path: Path) -> None:
+    backend = make()
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.add_tokens([AddedToken("<tool>", normalized=False, special=False)])
+    tokenizer = saved(backend, tmp_path)
+    compiler = GrammarCompiler(tokenizer)
+    size = len(tokenizer)
+    start = [
+        tokenizer.backend_tokenizer.id_to_token(i).encode()
+        for i in allowed(compiler.compile(Grammar("start: /.*/")), size)
+    ]
+    assert b"<tool>" not in start
+    assert "▁the".encode() in start
+    spelling = [tokenizer.backend_tokenizer.id_to_token(token).encode() for token in range(size)]
+    document = 'the é "漢字" 👩\u200d🚀 <tool> the end'
+    quotes = set()
+    for seed in range(24):
+        ids = walk(compiler.compile(evidence_grammar(document)), seed, spelling)
+        message = json.loads(tokenizer.decode(ids))
+        quotes |= {found["quote"] for found in message["facts"]}
+    assert len(quotes) > 4
+    assert all(quote in document for quote in quotes)
+
+
+def test_a_character_that_no_token_spells_is_an_error(tmp_path: Path) -> None:
+    letters = [*(chr(code) for code in range(33, 127)), "</s>", "<unk>"]
+    backend = Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["</s>", "<unk>"])
+    tokenizer = saved(backend, tmp_path)
+    constraint = GrammarCompiler(tokenizer).compile(evidence_grammar("aЖb"))
+    for character in written(fact(quote="a")).split('"}]')[0]:
+        constraint.accept(letters.index(character))
+    with pytest.raises(ModelError, match="no token of this model continues the answer"):
+        constraint.mask(mx.zeros(len(letters)))
+
+
+def test_a_tokenizer_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    backend = Tokenizer(models.BPE({"a": 0, "</s>": 1, "<unk>": 2}, []))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["</s>", "<unk>"])
+    with pytest.raises(ModelError, match="^tokenizer: no grammar can be applied to it: "):
+        GrammarCompiler(saved(backend, tmp_path))
+
+
+# --- Mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [{"type": "strong"}, {"type": "string", "pattern": "(?=a)b"}, {"$ref": "#/nowhere"}])
+def test_a_wrong_schema_is_refused(compiler: GrammarCompiler, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match="^grammar: "):
+        compiler.compile_schema(wrong)
+
+
+def test_a_wrong_grammar_is_refused_without_telling_the_document(compiler: GrammarCompiler) -> None:
+    with pytest.raises(ModelError, match="^grammar: ") as caught:
+        compiler.compile(Grammar(evidence_grammar("the secret is 4417").source + "\nstart: NOWHERE"))
+    assert "4417" not in caught.value.message
+
+
+@pytest.mark.parametrize("token", [0, 5, ENDS[0], 377, 379, VOCABULARY, 10**6])
+def test_a_token_that_the_grammar_does_not_allow_is_refused(compiler: GrammarCompiler, token: int) -> None:
+    constraint = compiler.compile_schema(LITTLE)
+    assert token not in allowed(constraint)
+    with pytest.raises(ModelError, match=f"grammar: token {token} leaves it"):
+        constraint.accept(token)
+    assert not constraint.finished
+
+
+def test_nothing_follows_an_end(compiler: GrammarCompiler, single: dict[int, int]) -> None:
+    constraint = compiler.compile_schema({"type": "integer"})
+    constraint.accept(single[ord("1")])
+    constraint.accept(ENDS[0])
+    with pytest.raises(ModelError, match="leaves it"):
+        constraint.accept(single[ord("1")])
+
+
+# --- Generation -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model: Callable[..., LoadedModel]) -> LoadedModel:
+    return tiny_model("qwen3", seed=6, context=2048)
+
+
+def answer(loaded: LoadedModel, constraint: Constraint | None, **sampling: Any) -> Answer:
+    prefix = finish(loaded.prefill(loaded.prompt.prefix("The keys are with Ada Lindqvist.")), lambda _: None)
+    steps = loaded.answer(loaded.prompt.fresh("Who?"), prefix, prefix.offset, Sampling(**sampling), constraint)
+    made: Answer = finish(steps, lambda _: None)
+    return made
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 2.0, "top_p": 0.5}])
+def test_a_model_writes_what_the_schema_says_and_stops(loaded: LoadedModel, sampling: dict[str, Any]) -> None:
+    made = answer(loaded, loaded.grammars.compile_schema(LITTLE), max_tokens=200, **sampling)
+    assert LITTLE_PATTERN.fullmatch(made.text)
+    assert made.finish_reason == "stop"
+    assert not set(made.token_ids) & set(loaded.tokenizer.eos_token_ids)
+
+
+def test_an_answer_is_stopped_by_its_end_or_by_its_length(loaded: LoadedModel) -> None:
+    whole = answer(loaded, loaded.grammars.compile_schema(LITTLE), max_tokens=200)
+    exact = answer(loaded, loaded.grammars.compile_schema(LITTLE), max_tokens=len(whole.token_ids))
+    assert exact == whole
+    short = answer(loaded, loaded.grammars.compile_schema(LITTLE), max_tokens=len(whole.token_ids) - 1)
+    assert short.finish_reason == "length"
+    assert short.token_ids == whole.token_ids[:-1]
+
+
+def test_of_the_tokens_left_the_likeliest_is_chosen(loaded: LoadedModel) -> None:
+    prefix, question = loaded.prompt.prefix("The keys are with Ada Lindqvist."), loaded.prompt.fresh("Who?")
+    made = answer(loaded, loaded.grammars.compile_schema(LITTLE), max_tokens=200)
+    rules = loaded.grammars.compile_schema(LITTLE)
+    text = prefix + question
+    for token in made.token_ids:
+        logits = np.array(loaded.model(mx.array([text]))[0, -1])
+        left = allowed(rules, logits.size)
+        assert token == left[int(np.argmax(logits[left]))]
+        rules.accept(token)
+        text.append(token)
+    assert rules.finished
+
+
+def test_where_the_answer_may_end_the_model_decides(loaded: LoadedModel, single: dict[int, int]) -> None:
+    class Fixed:
+        layers: Sequence[Any] = ()
+
+        def __init__(self, favourites: Sequence[int]) -> None:
+            self.logits = np.zeros(VOCABULARY, dtype=np.float32)
+            self.logits[list(favourites)] = range(10, 10 + len(favourites))
+
+        def __call__(self, ids: mx.array, cache: Any) -> mx.array:
+            return mx.broadcast_to(mx.array(self.logits), (1, ids.shape[1], VOCABULARY))
+
+    def run(favourites: Sequence[int]) -> Answer:
+        rules = loaded.grammars.compile_schema({"type": "integer", "minimum": 1, "maximum": 10**6})
+        steps = generate(Fixed(favourites), loaded.tokenizer, [1], [], Sampling(max_tokens=5), constraint=rules)
+        made: Answer = finish(steps, lambda _: None)
+        return made
+
+    end = next(iter(loaded.tokenizer.eos_token_ids))
+    one = single[ord("1")]
+    assert run([one, end]) == Answer("1", (one,), "stop")
+    assert run([end, one]) == Answer("11111", (one,) * 5, "length")
+
+
+def test_a_models_compiler_is_built_once(loaded: LoadedModel) -> None:
+    assert loaded.grammars is loaded.grammars
