@@ -9,7 +9,7 @@ Control tokens are never part of an answer: neither the special ones, nor those 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ MAX_FACTS = 64
 MAX_REMARKS = 16
 """Most notes, and most unknowns."""
 MAX_NAME = 80
-MAX_VALUE = 160
+MAX_VALUE = 100
 MAX_QUOTE = 200
 """Longest entity and attribute, value, and quote, note or unknown, in code points."""
 
@@ -37,18 +37,34 @@ _LIMITS = LLParserLimits(
     initial_lexer_fuel=10**10,
     step_lexer_fuel=10**8,
     step_max_items=10**6,
+    max_items_in_row=10**5,
     max_lexer_states=10**6,
     max_grammar_size=10**9,
     verbose_errors=False,
 )
 # No \u: half of a surrogate pair would be JSON, but no text.
 _ESCAPES = 'nrtbf\\"'
-_FIRST = r'([^"\\\x00-\x1F\p{White_Space}]|\\["\\])'
+_FIRST = r'([^"\\\x00-\x1F\p{White_Space}\p{Default_Ignorable_Code_Point}]|\\["\\])'
 _NEXT = r'([^"\\\x00-\x1F]|\\(["\\bfnrt]|u00[01][0-9a-f]))'
-_QUOTABLE = regex.compile(r"[^\x00-\x1F\p{White_Space}]", regex.VERSION1)
-# Words, numbers and white space of any language (UAX #29), cut where they are very long. Flags stand apart because a
-# word boundary among them is counted from the first one.
-_PIECE = regex.compile(r"\p{RI}{2} | .{1,39}? (?: (?=\p{RI}) | \b ) | .{1,40}", regex.V1 | regex.S | regex.W | regex.X)
+_QUOTABLE = regex.compile(r"[^\x00-\x1F\p{White_Space}\p{Default_Ignorable_Code_Point}]", regex.V1)
+# Where a word of UAX #29 ends and a number does not: in a time, behind a sign, at a power, an index or a fraction.
+_WITHIN_NUMBER = r"""
+    (?<=\p{Nd}) [:\uff1a]\p{Nd}
+  | (?<=\p{Nd}[:\uff1a]) \p{Nd}
+  | (?<= (?<! [\p{L}\p{M}\p{N}_] ) [\p{Pd}\u2212] ) \p{Nd}
+  | (?<=[\p{L}\p{N}_]) \p{No}
+  | (?<=\p{No}) [\p{L}\p{N}_]
+"""
+# Words, numbers and white space of any language, cut where no value could hold them. Flags stand apart because a word
+# boundary among them is counted from the first one.
+_PIECE = regex.compile(
+    rf"""
+      \p{{RI}}{{2}}
+    | .{{1,{MAX_VALUE - 1}}}? (?: (?=\p{{RI}}) | \b (?! {_WITHIN_NUMBER} ) )
+    | .{{1,{MAX_VALUE}}}
+    """,
+    regex.V1 | regex.S | regex.W | regex.X,
+)
 
 
 @dataclass(frozen=True)
@@ -147,48 +163,62 @@ class GrammarCompiler:
         return self.compile(Grammar(f"start: %json {json.dumps({**schema, 'x-guidance': options})}"))
 
 
-def evidence_grammar(document: str | None, *, may_be_empty: bool = False) -> Grammar:
-    """Return the grammar of evidence: ``{"facts":[{entity, attribute, value, quote}],"notes":[],"unknowns":[]}``.
+def evidence_grammar(passages: Sequence[str] | None) -> Grammar:
+    """Return the grammar of evidence: ``{"facts": [{entity, attribute, value, quote}], "notes": [], "unknowns": []}``.
 
-    JSON without white space, every field there, in this order. No string is empty or begins with white space. Lengths
-    are limited by the constants above.
+    JSON with one space behind every comma and colon and no other white space, every field there, in this order, and at
+    least one fact: small models that may leave the list empty do so, and name facts when they may not. No string is
+    empty or begins with white space or what is not seen. Lengths are limited by the constants above.
 
     Args:
-        document: where quotes are copied from, character by character, at most ``MAX_QUOTE`` of them; or None, and
-            quotes are any text. A quote begins and ends where a word or number does (UAX #29), or every 40 characters
-            within a very long one. It is written as JSON writes it, so all characters can be quoted. Without anything
-            to quote there are no facts. Compiling takes about a second for 300,000 characters of prose, or for 100,000
-            where every character is a word.
-        may_be_empty: whether there may be no facts although there is something to quote. Small models that may leave
-            the list empty do so, and name the facts when they may not.
+        passages: what may be quoted, each as a whole, however long; the fact's value is then a run of words of the same
+            passage. A word is what UAX #29 calls so, a number with its sign and a time as a whole, or ``MAX_VALUE``
+            characters of a very long one. JSON's own way of writing makes every character quotable. Without a passage
+            in which something is seen there are no facts. None: value and quote are any text.
     """
-    pieces = [] if document is None else _PIECE.findall(document)
-    quotable = document is None or any(map(_QUOTABLE.match, pieces))
-    facts = _list("fact", MAX_FACTS, may_be_empty=may_be_empty) if quotable else '"[]"'
-    kinds = {"entity": "NAME", "attribute": "NAME", "value": "VALUE", "quote": "QUOTE"}
-    fields = ",".join(rf'\"{name}\":\"" {kind} "\"' for name, kind in kinds.items())
+    quotable = None if passages is None else _quotable(passages)
+    if quotable is None:
+        bodies = ["body: " + _body("VALUE", "QUOTE"), f"VALUE: {_text(MAX_VALUE)}", f"QUOTE: {_text(MAX_QUOTE)}"]
+    else:
+        bodies = ["body: " + " | ".join(f"body{number}" for number in range(len(quotable)))]
+        for number, (text, words) in enumerate(quotable.items()):
+            bodies.append(f"body{number}: {_body(f'VALUE{number}', _literal(_escaped(text)))}")
+            bodies.append(f"VALUE{number}: {_text(MAX_VALUE)} & {_part_of(words)}")
+    names = r'"{\"entity\": \"" NAME "\", \"attribute\": \"" NAME "\", \"value\": \""'
     rules = (
-        r'start: "{\"facts\":" facts ",\"notes\":" remarks ",\"unknowns\":" remarks "}"',
-        f"facts: {facts}",
-        f"remarks: {_list('remark', MAX_REMARKS, may_be_empty=True)}",
+        r'start: "{\"facts\": [" facts "], \"notes\": [" remarks "], \"unknowns\": [" remarks "]}"',
+        "facts: " + ('""' if quotable == {} else f'fact (", " fact){{0,{MAX_FACTS - 1}}}'),
+        rf'remarks: (remark (", " remark){{0,{MAX_REMARKS - 1}}})?',
         r'remark: "\"" REMARK "\""',
-        f'fact: "{{{fields}}}"',
-        f"NAME: {_text(MAX_NAME)}",
-        f"VALUE: {_text(MAX_VALUE)}",
+        *([] if quotable == {} else [f'fact: {names} body "\\"}}"', *bodies, f"NAME: {_text(MAX_NAME)}"]),
         f"REMARK: {_text(MAX_QUOTE)}",
-        f"QUOTE: {_text(MAX_QUOTE)}{'' if document is None else f' & {_part_of(pieces)}'}",
     )
     return Grammar("\n".join(rules))
 
 
-def _list(item: str, most: int, *, may_be_empty: bool) -> str:
-    return f'"[" ({item} ("," {item}){{0,{most - 1}}}){"?" * may_be_empty} "]"'
+def _quotable(passages: Sequence[str]) -> dict[str, list[str]]:
+    """Return the passages that hold a value, with their words."""
+    words = {text: _PIECE.findall(text) for text in passages}
+    return {text: found for text, found in words.items() if any(map(_QUOTABLE.match, found))}
+
+
+def _body(value: str, quote: str) -> str:
+    return rf'{value} "\", \"quote\": \"" {quote}'
 
 
 def _text(most: int) -> str:
     return f"/{_FIRST}{_NEXT}{{0,{most - 1}}}/"
 
 
-def _part_of(pieces: list[str]) -> str:
-    chunks = [json.dumps(piece, ensure_ascii=False)[1:-1] for piece in pieces]
-    return f'%regex {{"substring_chunks": {json.dumps(chunks, ensure_ascii=False)}}}'
+def _part_of(pieces: Sequence[str]) -> str:
+    return f'%regex {{"substring_chunks": {json.dumps(list(map(_escaped, pieces)), ensure_ascii=False)}}}'
+
+
+def _escaped(text: str) -> str:
+    """Return a text as it stands within a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _literal(text: str) -> str:
+    """Return a text as a grammar holds it."""
+    return json.dumps(text, ensure_ascii=False)

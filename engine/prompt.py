@@ -56,8 +56,8 @@ SUMMARY_AWARE = (
 
 EVIDENCE_SYSTEM = "You list the facts of a document for a reader who cannot see it. Use only what the document says."
 _EVIDENCE_SHAPE = (
-    'Write JSON: {"facts": [{"entity": "...", "attribute": "...", "value": "...", "quote": "..."}], '
-    '"notes": [], "unknowns": []}. Each quote is copied from the document word for word and holds the value.'
+    'Write a JSON object with the lists "facts", "notes" and "unknowns". Each fact has "entity", "attribute", "value" '
+    'and "quote": words of the document that hold the value, copied exactly.'
 )
 EVIDENCE_BLIND = f"List the facts of the document: names, codes, numbers, dates and negations. {_EVIDENCE_SHAPE}"
 EVIDENCE_AWARE = f"List the facts of the document that answer the question. {_EVIDENCE_SHAPE}\n\nQuestion: "

@@ -18,15 +18,17 @@ from kvferry.core.evidence import Evidence, Fact
 from kvferry.core.manifest import Scalar
 from kvferry.core.progress import Progress
 from kvferry.core.wire import MethodInfo
-from kvferry.engine.constrained import Constraint, evidence_grammar
+from kvferry.engine.constrained import MAX_QUOTE, Constraint, evidence_grammar
 from kvferry.engine.generate import Answer
 from kvferry.engine.prompt import EVIDENCE_AWARE, EVIDENCE_BLIND, EVIDENCE_SYSTEM, PromptBuilder, evidence_text
 from kvferry.sender.method import EvidenceMaterial
 from kvferry.sender.reading import Reading
+from kvferry.sender.text import graphemes
 from kvferry.sender.text.counted import BudgetParameters, budget_tokens
 from kvferry.sender.text.facts import RawFact, Written, read_facts
 from kvferry.sender.text.generating import write
 from kvferry.sender.text.quotes import Resolved, Source, supports
+from kvferry.sender.text.sentences import pieces as split
 
 NOTHING = '{"facts":[],"notes":[],"unknowns":[]}'
 """Evidence without a fact, as a model would write it."""
@@ -35,7 +37,8 @@ NOTHING = '{"facts":[],"notes":[],"unknowns":[]}'
 class EvidenceParameters(BudgetParameters, frozen=True):
     """``constraint``: what the model is kept to as it writes.
 
-    "quotes": the form, and quotes that are copied from the document; "schema": the form; "none": nothing.
+    "quotes": the form, and facts whose quote is a sentence of the document and whose value is copied from it;
+    "schema": the form; "none": nothing.
     """
 
     constraint: Literal["quotes", "schema", "none"] = "quotes"
@@ -126,8 +129,18 @@ def find_evidence(
 def _constraint(reading: Reading, parameters: EvidenceParameters) -> Constraint | None:
     if parameters.constraint == "none":
         return None
-    grammar = evidence_grammar(reading.text if parameters.constraint == "quotes" else None)
+    grammar = evidence_grammar(list(passages(reading.text)) if parameters.constraint == "quotes" else None)
     return reading.model.grammars.compile(grammar)
+
+
+def passages(text: str) -> Iterator[str]:
+    """Yield what a fact may quote: the document's sentences, rows and lines, long ones in parts."""
+    for piece in split(text):
+        at = piece.start
+        while at < piece.end:
+            end = min(piece.end, graphemes.ceil(text, min(at + MAX_QUOTE, piece.end)))
+            yield text[at:end].strip()
+            at = end
 
 
 def _resolved(text: str, written: Iterable[RawFact]) -> Iterator[Fact]:
