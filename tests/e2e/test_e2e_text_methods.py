@@ -70,4 +70,30 @@ def test_progress_goes_through_every_stage(both: Any) -> None:
 
 
 def test_every_kind_has_its_label() -> None:
-    assert set(KINDS.values()) | {"document.text"} == set(LABELS)
+    assert set(KINDS.values()) | {"document.text", "document.compressed", "document.evidence"} == set(LABELS)
+
+
+@pytest.mark.parametrize("constraint", ["quotes", "schema", "none"])
+def test_evidence_from_document_to_answer(both: Any, pair_model: LoadedModel, constraint: str) -> None:
+    sent = both.send(DOCUMENT, "A5", parameters={"budget": 300, "constraint": constraint})
+    assert (sent.end.method, sent.end.form) == ("A5", "evidence")
+    asked = both.ask(sent.end.artifact_id, QUESTION)
+    prompt = pair_model.prompt
+    frame = len(prompt.prefix("", kind="document.evidence")) + len(prompt.fresh(QUESTION))
+    assert frame <= asked.ledger["tokens"]["receiver_prefill"] <= frame + 300
+    assert (asked.ledger["form"], asked.ledger["lookups"]["hit"], asked.ledger["fallback"]) == ("evidence", None, None)
+    assert asked.ledger["wire_bytes"] == sent.end.wire_bytes
+
+
+def test_references_from_document_to_answer(both: Any, pair_model: LoadedModel) -> None:
+    sent = both.send(DOCUMENT, "A6", parameters={"budget": 400})
+    assert (sent.end.method, sent.end.form) == ("A6", "references")
+    asked = both.ask(sent.end.artifact_id, QUESTION)
+    lookups = asked.ledger["lookups"]
+    # A random model's entities share a term with a question or they do not; either way the ledger says which.
+    assert lookups["hit"] is (lookups["calls"] > 0)
+    assert asked.ledger["wire_bytes"] == sent.end.wire_bytes + lookups["bytes"]
+    assert lookups["text_bytes"] <= 2000
+    prompt = pair_model.prompt
+    frame = len(prompt.prefix("", kind="document.excerpts")) + len(prompt.fresh(QUESTION))
+    assert (asked.ledger["tokens"]["receiver_prefill"] > frame) is lookups["hit"]

@@ -10,6 +10,7 @@ import pytest
 from mlx_lm import tokenizer_utils
 
 from kvferry.core import container
+from kvferry.core.evidence import Evidence, Fact
 from kvferry.engine import prompt as prompts
 from kvferry.engine.prompt import DEFAULT_SYSTEM, LABELS, PromptBuilder
 
@@ -33,7 +34,7 @@ def decoded(tokenizer: Any) -> Callable[[list[int]], str]:
 
 
 def test_every_kind_of_material_has_a_label_of_its_own() -> None:
-    assert set(LABELS) == {container.TEXT, *container.SHORTENED}
+    assert set(LABELS) == {container.TEXT, *container.SHORTENED, container.EVIDENCE}
     assert len(set(LABELS.values())) == len(LABELS)
     assert LABELS[container.TEXT] == "Document"
 
@@ -95,3 +96,26 @@ def test_the_blind_prompt_has_no_place_for_a_question_and_the_aware_one_ends_wit
     for words in ("exactly", "numbers", "dates", "negation"):
         assert words in prompts.SUMMARY_BLIND
         assert words in prompts.SUMMARY_AWARE
+
+
+def test_evidence_is_asked_for_in_one_way_with_and_without_the_question() -> None:
+    assert prompts.EVIDENCE_AWARE.endswith("\n\nQuestion: ")
+    shared = prompts.EVIDENCE_BLIND.split(". ", 1)[1]
+    assert shared in prompts.EVIDENCE_AWARE
+    # What a model writes that is kept to the form is what one that is not is asked for.
+    assert [name for name in ("facts", "notes", "unknowns") if f'"{name}"' in shared] == ["facts", "notes", "unknowns"]
+    fields = ("entity", "attribute", "value", "quote")
+    assert [shared.index(f'"{name}"') for name in fields] == sorted(shared.index(f'"{name}"') for name in fields)
+    assert all(
+        prompts.SUMMARY_BLIND.count(word) == 1 == prompts.EVIDENCE_BLIND.count(word) for word in ("codes", "dates")
+    )
+
+
+def test_evidence_reads_as_one_line_a_statement() -> None:
+    fact = Fact("A\nB", "c  d", "e\u2028f", "exact", ((0, 1),), 0, supported=True)
+    lost = Fact("A", "c", "g", "unresolved", (), 0, supported=False)
+    found = Evidence((fact, lost), ("n\nm",), ("u",), complete=True, stop="stop")
+    assert prompts.evidence_text(found) == (
+        "A B - c d: e f\nA - c: g (not confirmed)\nNote: n m\nThe document does not say: u"
+    )
+    assert prompts.evidence_text(Evidence((), (), (), complete=True, stop="stop")) == ""
