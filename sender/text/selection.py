@@ -37,8 +37,8 @@ def select(
 ) -> Generator[Progress, None, Selection]:
     """Take pieces in order while they fit; one that does not is skipped.
 
-    A piece is first weighed by its own tokens. Pieces take fewer together than one by one, so once one does not fit,
-    what is taken is counted exactly before it is given up.
+    A piece is weighed by its own tokens. Pieces take fewer together than one by one, so what is taken is counted exactly
+    once, when the first one does not fit: every count takes as long as encoding it.
 
     Args:
         prompt: encodes as the receiver's prompt does.
@@ -55,15 +55,15 @@ def select(
     """
     costs = document.costs(pieces)
     taken: list[int] = []
-    used, exact = 0, True
+    used, counted = 0, False
     for seen, number in enumerate(order):
         if seen % _STEP == 0:
             yield Progress("method", seen, len(order))
-        if used + costs[number] > budget and not exact:
-            used, exact = prompt.count(_join(document.text, pieces, taken).text), True
+        if used + costs[number] > budget and not counted:
+            used, counted = prompt.count(_join(document.text, pieces, taken).text), True
         if used + costs[number] <= budget:
             taken.append(number)
-            used, exact = used + costs[number], False
+            used += costs[number]
     made = _join(document.text, pieces, taken)
     # The other way round is rare: cut out of its surroundings, a piece may take more tokens than it did there.
     while (tokens := prompt.count(made.text)) > budget:

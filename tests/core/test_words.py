@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import unicodedata
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,3 +81,17 @@ def test_tokens_with_digits_or_of_an_identifiers_shape(text: str, share: float) 
 def test_any_text_has_terms_without_white_space(text: str) -> None:
     assert all(term and not any(char.isspace() for char in term) for term in terms(text))
     assert 0.0 <= concrete_share(text) <= 1.0
+
+
+@given(st.text(st.characters(max_codepoint=127), max_size=60))
+def test_ascii_is_no_special_case(text: str) -> None:
+    assert terms(text) == terms(f"{text} \u00e9")[:-1]
+
+
+@given(st.text(st.sampled_from("abAB\u01c5\u00df\u00e9\u00c9"), min_size=1, max_size=6))
+def test_a_word_of_letters_is_concrete_for_a_capital_behind_a_small_letter(word: str) -> None:
+    humps = any(a.islower() and b.isupper() and unicodedata.category(b) == "Lu" for a, b in itertools.pairwise(word))
+    assert concrete_share(word) == humps
+    parts = [part.casefold() for part in re.split(r"(?<=[ab\u00df\u00e9])(?=[AB\u00c9])", word)]
+    if unicodedata.is_normalized("NFKC", word):
+        assert terms(word) == [*(parts if len(parts) > 1 else []), word.casefold()]
