@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ def security_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def command(*args: Any, insecure: bool, token_file: Path | None, **options: Any) -> Any:
+        # gRPC writes about broken connections itself, and our errors say it better. It reads this when imported.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         from kvferry.core import tokens
 
         security = {name: options.pop(name) for name in ("authority", "certificate", "key")}

@@ -145,11 +145,10 @@ def _unprepared(client: Client) -> Iterator[str]:
 def _broken(rows: tuple[Row, ...]) -> Iterator[str]:
     reference = {row.question: row.token_ids for row in rows if row.method == REFERENCE}
     present = {row.method for row in rows}
+    yield from (f"{method}: missing" for method in (REFERENCE, *EXACT) if method not in present)
     for method in EXACT:
-        if method not in present:
-            yield f"{method}: missing"
         for row in rows:
-            if row.method == method and row.token_ids != reference[row.question]:
+            if row.method == method and row.token_ids != reference.get(row.question):
                 yield f"{method}: {row.question!r}: {row.answer!r} is not the full-context answer"
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvferry.cli import output
+from kvferry.cli.connection import security_options
 from kvferry.core import addresses
 from kvferry.core.addresses import RECEIVER_PORT, SENDER_PORT, Address
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvferry.cli.checks.findings import Finding
     from kvferry.cli.checks.plan import Daemon
     from kvferry.cli.checks.system import System
+    from kvferry.core.tls import PeerSecurity
 
 ROLES = ("sender", "receiver")
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
@@ -32,19 +33,33 @@ _STATUS_WIDTH = 7
 @click.option("--config", "path", type=click.Path(path_type=Path), help="TOML file of the daemon to check.")
 @click.option("--role", type=click.Choice(ROLES), help="Daemon to check; by default the file's name tells.")
 @click.option("--peer", "dialled", multiple=True, metavar="HOST:PORT", help="Daemon to reach; may be repeated.")
+@security_options
 @output.json_option
 @click.pass_context
-def command(ctx: click.Context, path: Path | None, role: str | None, dialled: Sequence[str], *, as_json: bool) -> None:
-    """Check this machine, a configuration and the way to a peer."""
-    # gRPC prints what goes wrong in a handshake itself, and the findings say it better. It reads this when imported.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+def command(
+    ctx: click.Context,
+    path: Path | None,
+    role: str | None,
+    dialled: Sequence[str],
+    *,
+    security: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """Check this machine, a configuration and the way to a peer.
+
+    A --peer is called as the options say, or else as the daemon of this machine would call it.
+    """
     # A tool that must work where nothing else does imports the rest only now.
     from kvferry.cli.checks import plan
     from kvferry.cli.checks.system import System
+    from kvferry.core.tls import PeerSecurity
 
+    calling = PeerSecurity(**security)
     daemons = [plan.load(name, path) for name in _roles(path, role)]
     wanted = [addresses.parse(text, "--peer", default_port=RECEIVER_PORT) for text in dialled]
-    findings = list(_examine(System(), daemons, [*_configured(daemons, path), *wanted], None if as_json else _show))
+    reached: dict[Address, PeerSecurity | None] = dict.fromkeys(_configured(daemons, path))
+    reached |= dict.fromkeys(wanted, calling if calling != PeerSecurity() else None)
+    findings = list(_examine(System(), daemons, reached, None if as_json else _show))
     problems = sum(finding.status == "problem" for finding in findings)
     if as_json:
         output.write_json({"ok": problems == 0, "findings": [asdict(finding) for finding in findings]})
@@ -55,11 +70,14 @@ def command(ctx: click.Context, path: Path | None, role: str | None, dialled: Se
 
 
 def _examine(
-    system: System, daemons: Sequence[Daemon], dialled: Sequence[Address], show: Callable[[Finding], None] | None
+    system: System,
+    daemons: Sequence[Daemon],
+    dialled: Mapping[Address, PeerSecurity | None],
+    show: Callable[[Finding], None] | None,
 ) -> Iterator[Finding]:
     from kvferry.cli.checks import findings, plan
 
-    for check in plan.checks(system, daemons, list(dict.fromkeys(dialled))):
+    for check in plan.checks(system, daemons, dialled):
         for finding in findings.run(check):
             if show is not None:
                 show(finding)

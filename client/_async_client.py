@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self, Unpack
 
 import grpc
 
-from kvferry.client import _documents, _peers, _references, _requests, _responses
+from kvferry.client import _documents, _peers, _references, _requests, _responses, _types
 from kvferry.client._async_streams import AsyncAnswerStream, read
 from kvferry.client._documents import DocumentSource
 from kvferry.client._references import ArtifactReference
@@ -122,6 +122,7 @@ class AsyncClient:
         **parameters: Scalar,
     ) -> AsyncSendReport:
         """Have the sender read a document and deliver it to the receiver, see ``Client.send``."""
+        _types.check_progress(progress)
         source = await asyncio.to_thread(_documents.read, document, text)
         start = _requests.send_start(
             source,
@@ -206,6 +207,7 @@ class AsyncClient:
     ) -> list[Answer]:
         """Ask several questions of one artifact, see ``Client.ask_many``."""
         _peers.check_concurrency(concurrency)
+        _types.check_questions(questions)
         whole = await self._resolve(artifact)
         streams = [self.stream(whole, question, **options) for question in questions]
         turns = asyncio.Semaphore(concurrency)
@@ -226,16 +228,15 @@ class AsyncClient:
         """Return what the receiver holds, and what it has put aside."""
         peer = str(self._peers.receiver)
         stub = self._connected().receiver
-        with rpc.translating(peer, "List"):
-            response = await stub.List(receiver_service_pb2.ListRequest(), timeout=self._peers.timeout)
+        call = stub.List(receiver_service_pb2.ListRequest(), timeout=self._peers.timeout)
+        response = await rpc.answer(call, peer, "List")
         return _responses.artifacts(response, peer)
 
     async def drop(self, artifact: ArtifactReference) -> None:
         """Have the receiver remove an artifact, see ``Client.drop``."""
         request = receiver_service_pb2.DropRequest(artifact_id=bytes.fromhex(await self._resolve(artifact)))
         stub = self._connected().receiver
-        with rpc.translating(str(self._peers.receiver), "Drop"):
-            await stub.Drop(request, timeout=self._peers.timeout)
+        await rpc.answer(stub.Drop(request, timeout=self._peers.timeout), str(self._peers.receiver), "Drop")
 
     async def methods(self) -> list[MethodInfo]:
         """Return the methods that the sender knows."""
@@ -248,10 +249,8 @@ class AsyncClient:
     async def describe_receiver(self) -> NodeInfo:
         """Return what the receiver is and runs."""
         stub = self._connected().receiver
-        with rpc.translating(str(self._peers.receiver), "Describe"):
-            response = await stub.Describe(
-                receiver_service_pb2.ReceiverServiceDescribeRequest(), timeout=self._peers.timeout
-            )
+        call = stub.Describe(receiver_service_pb2.ReceiverServiceDescribeRequest(), timeout=self._peers.timeout)
+        response = await rpc.answer(call, str(self._peers.receiver), "Describe")
         return wire.node_from_message(response.node)
 
     async def fetch_spans(self, document_digest: str, spans: Sequence[tuple[int, int]]) -> list[str]:
@@ -259,8 +258,7 @@ class AsyncClient:
         request = _requests.fetch_spans(document_digest, spans)
         peer = str(self._peers.sender)
         stub = self._connected().sender
-        with rpc.translating(peer, "FetchSpans"):
-            response = await stub.FetchSpans(request, timeout=self._peers.timeout)
+        response = await rpc.answer(stub.FetchSpans(request, timeout=self._peers.timeout), peer, "FetchSpans")
         return _responses.texts(response, len(spans), peer)
 
     def _connected(self) -> _Connection:
@@ -291,8 +289,8 @@ class AsyncClient:
 
     async def _describe_sender(self) -> sender_service_pb2.SenderServiceDescribeResponse:
         stub = self._connected().sender
-        with rpc.translating(str(self._peers.sender), "Describe"):
-            return await stub.Describe(sender_service_pb2.SenderServiceDescribeRequest(), timeout=self._peers.timeout)
+        call = stub.Describe(sender_service_pb2.SenderServiceDescribeRequest(), timeout=self._peers.timeout)
+        return await rpc.answer(call, str(self._peers.sender), "Describe")
 
     async def _resolve(self, artifact: ArtifactReference) -> str:
         given = _references.digits(artifact)

@@ -76,7 +76,7 @@ async def read(
                 raise rpc.from_rpc(status, peer, method) from error
             if message is grpc.aio.EOF:
                 return
-            yield message
+            yield rpc.parsed(message, peer, method)
     finally:
         call.cancel()
 

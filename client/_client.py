@@ -10,7 +10,7 @@ from typing import Self, Unpack
 
 import grpc
 
-from kvferry.client import _documents, _peers, _references, _requests, _responses
+from kvferry.client import _documents, _peers, _references, _requests, _responses, _types
 from kvferry.client._documents import DocumentSource
 from kvferry.client._references import ArtifactReference
 from kvferry.client._responses import AnswerReader, SendReader
@@ -149,6 +149,7 @@ class Client:
             RefusedError: when the receiver's verdict is against the artifact, and against the text that may replace it.
             TransferError: when the send stops before its end.
         """
+        _types.check_progress(progress)
         source = _documents.read(document, text)
         start = _requests.send_start(
             source,
@@ -267,6 +268,7 @@ class Client:
             KvferryError: the first failure; the other questions are given up.
         """
         _peers.check_concurrency(concurrency)
+        _types.check_questions(questions)
         whole = self._resolve(artifact)
         streams = [self.stream(whole, question, **options) for question in questions]
         return finish_all(streams, concurrency) if streams else []

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
+from kvferry.client import _types
 from kvferry.core.digests import digest
 from kvferry.core.errors import InvalidRequestError, TooLargeError
 from kvferry.core.limits import MAX_DOCUMENT_BYTES
@@ -46,6 +47,7 @@ def read(source: DocumentSource | None, text: str | None) -> Document:
         TooLargeError: when the document is over the limit.
     """
     if text is not None and source is None:
+        _types.check_text("text", text)
         return _from_text(text)
     if text is not None or source is None:
         raise InvalidRequestError("document: give either the document or text=, and not both", field="document")

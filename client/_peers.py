@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvferry.client import _types
 from kvferry.core import addresses
 from kvferry.core.addresses import RECEIVER_PORT, SENDER_PORT, Address
 from kvferry.core.errors import ConfigError, InvalidRequestError
@@ -56,7 +57,13 @@ class Peers:
         Raises:
             ConfigError: naming the argument and its value.
         """
+        given = {"sender": sender, "receiver": receiver, "deliver_to": deliver_to, "look_up_at": look_up_at}
+        for field, value in given.items():
+            if value is not None or field in {"sender", "receiver"}:
+                _types.check_text(field, value, ConfigError)
         for field, seconds in {"timeout": timeout, "idle_timeout": idle_timeout}.items():
+            if not _types.is_number(seconds):
+                raise _types.wrong(field, seconds, "a number of seconds", ConfigError)
             if not (math.isfinite(seconds) and seconds > 0):
                 raise ConfigError(f"{field}: {seconds!r} seconds, must be above 0", field=field, value=seconds)
         if deliver_to:
@@ -111,18 +118,22 @@ def security(
     """Return how both daemons are reached.
 
     Raises:
-        ConfigError: when the token cannot travel.
+        ConfigError: when the token cannot travel, or a value is none of its type.
     """
+    if token is not None:
+        _types.check_text("token", token, ConfigError)
     return PeerSecurity(
-        authority=_path(authority),
-        certificate=_path(certificate),
-        key=_path(key),
+        authority=_path("authority", authority),
+        certificate=_path("certificate", certificate),
+        key=_path("key", key),
         token=None if token is None else check_secret(token, "token"),
         insecure=insecure,
     )
 
 
-def _path(given: PathLike | None) -> Path | None:
+def _path(field: str, given: PathLike | None) -> Path | None:
+    if given is not None and not isinstance(given, str | os.PathLike):
+        raise _types.wrong(field, given, "the path of a file", ConfigError)
     return None if given is None else Path(given).expanduser()
 
 
@@ -160,6 +171,8 @@ def check_concurrency(concurrency: int) -> None:
     Raises:
         InvalidRequestError: when it is below 1.
     """
+    if isinstance(concurrency, bool) or not isinstance(concurrency, int):
+        raise _types.wrong("concurrency", concurrency, "a whole number of at least 1")
     if concurrency < 1:
         raise InvalidRequestError(
             f"concurrency: {concurrency}, must be at least 1", field="concurrency", value=concurrency

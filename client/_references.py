@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from kvferry.client import _types
 from kvferry.client._values import Artifact, SendResult
 from kvferry.core.digests import DIGEST_BYTES
 from kvferry.core.errors import InvalidRequestError, NotFoundError
@@ -26,6 +27,8 @@ def digits(reference: ArtifactReference) -> str:
     """
     if isinstance(reference, SendResult | Artifact):
         return reference.artifact_id
+    if not isinstance(reference, str):
+        raise _types.wrong("artifact", reference, "an artifact's id, or what send or artifacts returned")
     given = reference.strip().lower()
     if not _DIGITS.fullmatch(given):
         raise InvalidRequestError(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from kvferry.client import _types
 from kvferry.client._documents import Document
 from kvferry.core import digests, wire
 from kvferry.core.errors import InvalidRequestError, TooLargeError
@@ -35,6 +36,10 @@ def send_start(
     """
     if question is not None:
         _check_question(question)
+    _types.check_text("method", method)
+    if system is not None:
+        _types.check_text("system", system)
+    _types.check_flag("fallback", fallback)
     for field, value in {"method": method, "system": system, **parameters}.items():
         if isinstance(value, str):
             _check_text(value, field)
@@ -77,8 +82,9 @@ def ask(
     _check_question(question)
     _check_integer("max_tokens", max_tokens, 1, _UINT32)
     _check_integer("seed", seed, 0, _UINT64)
-    _check_number("temperature", temperature, "a finite number of at least 0", fits=temperature >= 0)
-    _check_number("top_p", top_p, "above 0, at most 1", fits=0 < top_p <= 1)
+    _check_number("temperature", temperature, "a finite number of at least 0", lambda value: value >= 0)
+    _check_number("top_p", top_p, "above 0, at most 1", lambda value: 0 < value <= 1)
+    _types.check_flag("fallback", fallback)
     return receiver_service_pb2.AskRequest(
         question=question,
         max_tokens=max_tokens,
@@ -96,15 +102,26 @@ def fetch_spans(document_digest: str, spans: Iterable[tuple[int, int]]) -> sende
     Raises:
         InvalidRequestError: when the digest or a span is malformed.
     """
+    _types.check_text("document_digest", document_digest)
     request = sender_service_pb2.FetchSpansRequest(document_digest=digests.from_hex(document_digest, "document_digest"))
-    for start, end in spans:
+    for start, end in _pairs(spans):
         _check_integer("spans", start, 0, _UINT64)
         _check_integer("spans", end, start, _UINT64)
         request.spans.add(start=start, end=end)
     return request
 
 
+def _pairs(spans: object) -> Iterator[tuple[int, int]]:
+    if isinstance(spans, str | bytes) or not isinstance(spans, Iterable):
+        raise _types.wrong("spans", spans, "pairs of whole numbers")
+    for span in spans:
+        if not isinstance(span, tuple | list) or len(span) != len(("start", "end")):
+            raise _types.wrong("spans", span, "a pair of whole numbers each")
+        yield span[0], span[1]
+
+
 def _check_question(question: str) -> None:
+    _types.check_text("question", question)
     if not question.strip():
         raise InvalidRequestError("question: is empty", field="question")
     _check_text(question, "question")
@@ -134,6 +151,8 @@ def _check_integer(field: str, value: int, low: int, high: int) -> None:
         )
 
 
-def _check_number(field: str, value: float, allowed: str, *, fits: bool) -> None:
-    if not (fits and math.isfinite(value)):
+def _check_number(field: str, value: float, allowed: str, fits: Callable[[float], bool]) -> None:
+    if not _types.is_number(value):
+        raise _types.wrong(field, value, f"a number, {allowed}")
+    if not (fits(value) and math.isfinite(value)):
         raise InvalidRequestError(f"{field}: {value!r}, must be {allowed}", field=field, value=value)

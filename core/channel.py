@@ -12,7 +12,7 @@ KEEPALIVE_MS = 30_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 _MIN_PING_INTERVAL_MS = 10_000
 HANDSHAKE_MS = 10_000
-IDLE_MS = 60_000
+CONNECTION_AGE_MS = 120_000
 MAX_CONNECTIONS = 2_000
 _FIRST_RECONNECT_MS = 200
 _LONGEST_RECONNECT_MS = 2_000
@@ -66,8 +66,9 @@ def server_options(max_connections: int = MAX_CONNECTIONS) -> Options:
         # By default a stranger who says nothing is waited for two minutes, in either stage of a connection's start.
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.http2.settings_timeout", HANDSHAKE_MS),
-        # Connections without a call are closed; our channels connect again by themselves when they need to.
-        ("grpc.max_connection_idle_ms", IDLE_MS),
+        # No connection is kept for ever: calls that run are finished, and our channels connect again by themselves. To
+        # close idle ones only would do, but then gRPC writes a line to the caller's standard error about each.
+        ("grpc.max_connection_age_ms", CONNECTION_AGE_MS),
         # Connections take files, and the store must always be able to open one.
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),

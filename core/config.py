@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 from platformdirs import user_data_path
 
-from kvferry.core import limits
+from kvferry.core import allowed, limits
 from kvferry.core.addresses import RECEIVER_PORT, SENDER_PORT, parse
 from kvferry.core.errors import ConfigError
 
@@ -180,7 +180,9 @@ def _converted(kind: type[NodeConfig], given: Mapping[str, Any], source: str, *,
         try:
             checked[key] = msgspec.convert(value, known[key], strict=strict)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{source}: {key} = {value!r}: {error}", field=key, source=source) from error
+            wanted = allowed.in_words(known[key])
+            reason = f", must be {wanted}" if wanted else f": {error}"
+            raise ConfigError(f"{source}: {key} = {value!r}{reason}", field=key, source=source) from error
     return checked
 
 

@@ -10,8 +10,7 @@ from http import HTTPStatus
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from kvferry.core import addresses
-from kvferry.core.errors import ConfigError
+from kvferry.core import addresses, ports
 
 PATH = "/metrics"
 _IDLE_SECONDS = 10.0
@@ -64,10 +63,8 @@ def _bind(registry: CollectorRegistry, wanted: addresses.Address) -> _Server:
         )[0]
         server_class = type("_MetricsServer", (_Server,), {"address_family": family})
         server: _Server = server_class(where, _handler(registry))
-    except OSError as error:
-        raise ConfigError(
-            f"metrics: {wanted} cannot be bound: {error.strerror}", field="metrics", value=str(wanted)
-        ) from error
+    except (OSError, UnicodeError) as error:
+        raise ports.cannot_be_bound("metrics", wanted, error) from error
     return server
 
 

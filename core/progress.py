@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -17,6 +18,18 @@ class Progress:
     stage: str
     done: int
     total: int
+
+
+def passing_on(steps: Generator[object, None, Result], progress: Progress) -> Generator[Progress, None, Result]:
+    """Do work whose steps nobody counts: ``progress`` is yielded for each, so that other work can take turns."""
+    with contextlib.closing(steps):
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                result: Result = end.value
+                return result
+            yield progress
 
 
 def finish(steps: Generator[Step, None, Result], see: Callable[[Step], object] | None = None) -> Result:

@@ -7,8 +7,8 @@ the other end rebuilds the same exception. An unknown code, or none, becomes the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import Any, NoReturn
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import msgpack
@@ -16,12 +16,19 @@ import msgpack
 from kvferry.core import errors, handshakes, reachability
 from kvferry.core.errors import FieldValue, KvferryError
 
+Message = TypeVar("Message")
+
 _METADATA_KEY = "kvferry-error-bin"
 # gRPC peers refuse headers above 8 KiB by default; long values are for the log, not for the wire.
 _MAX_MESSAGE_BYTES = 3000
 _MAX_FIELD = 600
 _MAX_FIELDS_BYTES = 4096
-# gRPC's own words when a server runs as many calls as it may.
+# gRPC's own words for a connection that could not be made; without them, it was there and the call broke.
+_CONNECTING = "failed to connect"
+_BROKEN = ("Socket closed", "Connection reset", "Broken pipe", "GOAWAY")
+# And when a server that was told to stop ends the calls that still run.
+_STOPPING = "Cancelling all calls"
+# And when a server runs as many calls as it may.
 _TOO_MANY_CALLS = "Concurrent RPC limit"
 _NEAREST: dict[grpc.StatusCode, tuple[type[KvferryError], str]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: (errors.DeadlineError, "{peer}: no answer to {method} in time"),
@@ -64,6 +71,34 @@ def translating(peer: str, method: str) -> Iterator[None]:
         raise from_rpc(error, peer, method) from error
 
 
+async def answer(call: Awaitable[Message | None], peer: str, method: str) -> Message:
+    """Return what a call of grpc.aio without a stream brings.
+
+    Args:
+        call: as the stub returns it.
+        peer: host:port, for the message.
+        method: the call's name, for the message.
+
+    Raises:
+        PeerError: when what came is no message of ours.
+        KvferryError: when the call fails.
+    """
+    with translating(peer, method):
+        message = await call
+    return parsed(message, peer, method)
+
+
+def parsed(message: Message | None, peer: str, method: str) -> Message:
+    """Return a message of grpc.aio, which gives None for bytes that are no such message, where grpc raises.
+
+    Raises:
+        PeerError: when it is None.
+    """
+    if message is None:
+        raise errors.PeerError(f"{peer}: {method} was answered with something else", peer=peer, method=method)
+    return message
+
+
 def from_rpc(error: grpc.RpcError, peer: str, method: str) -> KvferryError:
     """Rebuild the exception behind a failed call."""
     code, details = error.code(), error.details() or ""
@@ -75,15 +110,22 @@ def from_rpc(error: grpc.RpcError, peer: str, method: str) -> KvferryError:
         return rebuilt
     where = {"peer": peer, "method": method}
     if code == grpc.StatusCode.UNAVAILABLE:
-        advice = handshakes.explain(details) or reachability.explain(details, peer)
-        text = f"{peer}: cannot be reached for {method} ({details})" + (f"; {advice}" if advice else "")
-        return errors.UnavailableError(text, **where)
+        return errors.UnavailableError(_unavailable(details, peer, method), **where)
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_MANY_CALLS in details:
         return errors.BusyError(f"{peer}: {method}: {details}", **where)
     if code in _NEAREST:
         cls, text = _NEAREST[code]
         return cls(text.format(peer=peer, method=method, details=details), **where)
     return errors.PeerError(f"{peer}: {method} failed with {code.name} ({details})", status=code.name, **where)
+
+
+def _unavailable(details: str, peer: str, method: str) -> str:
+    if _STOPPING in details:
+        return f"{peer}: is stopping, and ended {method}"
+    if _CONNECTING not in details and any(words in details for words in _BROKEN):
+        return f"{peer}: the connection broke during {method} ({details}); did the daemon end?"
+    advice = handshakes.explain(details) or reachability.explain(details, peer)
+    return f"{peer}: cannot be reached for {method} ({details})" + (f"; {advice}" if advice else "")
 
 
 def _pack(error: KvferryError) -> bytes:

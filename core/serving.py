@@ -15,7 +15,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvferry.core import addresses, channel, security
+from kvferry.core import addresses, channel, ports, security
 from kvferry.core.config import NodeConfig
 from kvferry.core.errors import ConfigError
 from kvferry.core.logs import logger
@@ -114,14 +114,18 @@ def _raise_file_limit() -> int:
 def _bind(
     server: grpc.aio.Server, wanted: addresses.Address, credentials: grpc.ServerCredentials | None
 ) -> addresses.Address:
+    # gRPC prints a failure itself and does not say why, so it gets only what can be bound.
+    problem = ports.trouble(wanted)
+    if problem is not None:
+        raise ports.cannot_be_bound("listen", wanted, problem)
     try:
         port = (
             server.add_secure_port(str(wanted), credentials) if credentials else server.add_insecure_port(str(wanted))
         )
     except RuntimeError as error:
-        raise ConfigError(f"listen: {wanted} cannot be bound; is another daemon there?", field="listen") from error
+        raise ConfigError(f"listen: {wanted} cannot be bound: {error}", field="listen", value=str(wanted)) from error
     if port == 0:
-        raise ConfigError(f"listen: {wanted} cannot be bound; is another daemon there?", field="listen")
+        raise ConfigError(f"listen: {wanted} cannot be bound", field="listen", value=str(wanted))
     return addresses.Address(wanted.host, port)
 
 

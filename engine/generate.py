@@ -1,4 +1,4 @@
-"""Answering: one forward over the question on a branch, then token by token."""
+"""Answering: the question on a branch, in pieces when it is long, then token by token."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from mlx_lm.sample_utils import apply_top_p
 
 from kvferry.core.errors import InvalidRequestError, ModelError
 from kvferry.engine.constrained import Constraint
+from kvferry.engine.prefill import DEFAULT_PREFILL_CHUNK
 from kvferry.engine.tensors import scalar
 
 FinishReason = Literal["stop", "length"]
@@ -52,10 +53,18 @@ def _out_of_range(field: str, value: float, allowed: str) -> InvalidRequestError
 
 @dataclass(frozen=True)
 class Token:
-    """A generated token and the text it completes: empty within a character; without an id, text that was held back."""
+    """A generated token and the text it completes: empty within a character; without an id, text that was held back.
+
+    With neither, nothing is known yet: a piece of the question was read. Nobody shows or counts that.
+    """
 
     token_id: int | None
     text: str
+
+    @property
+    def is_news(self) -> bool:
+        """Whether it says anything."""
+        return self.token_id is not None or bool(self.text)
 
 
 @dataclass(frozen=True)
@@ -90,10 +99,11 @@ def generate(
     sampling: Sampling,
     *,
     constraint: Constraint | None = None,
+    chunk: int = DEFAULT_PREFILL_CHUNK,
 ) -> Generator[Token, None, Answer]:
     """Answer a question.
 
-    Closing the generator stops after the token in flight.
+    Closing the generator stops after the forward pass in flight.
 
     Args:
         model: an mlx-lm model.
@@ -102,9 +112,11 @@ def generate(
         caches: one cache a layer, a branch or mlx-lm's own; they take the question's and the answer's rows.
         sampling: how tokens are chosen.
         constraint: what the answer must keep to, fresh and used up by it; a whole one that nothing can follow ends it.
+        chunk: most tokens of the question a forward pass. One that is no longer is read in one.
 
     Yields:
-        Each token as soon as it is known.
+        Each token as soon as it is known; before the first, one that is no news for every piece of the question but the
+        last, so that other work can take turns.
 
     Returns:
         The whole answer.
@@ -114,7 +126,7 @@ def generate(
     key = mx.random.key(sampling.seed)
     chosen: list[int] = []
     finish: FinishReason = "length"
-    step = list(ids)
+    step = yield from _read_to_last_piece(model, ids, caches, chunk)
     while len(chosen) < sampling.max_tokens:
         key, subkey = mx.random.split(key)
         logits = forward(model, step, caches)[-1]
@@ -138,6 +150,20 @@ def generate(
     if tail:
         yield Token(None, tail)
     return Answer(detokenizer.text, tuple(chosen), finish)
+
+
+def _read_to_last_piece(
+    model: Any, ids: Sequence[int], caches: Sequence[Any], chunk: int
+) -> Generator[Token, None, list[int]]:
+    """Run what stands before the last piece of a question, and return that piece."""
+    last = max(len(ids) - 1, 0) // chunk * chunk
+    for start in range(0, last, chunk):
+        forward(model, ids[start : start + chunk], caches)
+        # Not the logits: nobody asks for these.
+        mx.eval([cache.state for cache in caches])
+        mx.clear_cache()
+        yield Token(None, "")
+    return list(ids[last:])
 
 
 def _choose(logits: mx.array, sampling: Sampling, key: mx.array) -> mx.array:

@@ -94,7 +94,9 @@ class LoadedModel:
         sampling: Sampling,
         constraint: Constraint | None = None,
     ) -> Generator[Token, None, Answer]:
-        """Answer from a prefix.
+        """Answer from a prefix; see ``kvferry.engine.generate.generate``.
+
+        Yields tokens that are no news while a question longer than ``prefill_chunk`` is read.
 
         Args:
             ids: the question's ids.
@@ -108,7 +110,9 @@ class LoadedModel:
         """
         self.check_context(prefix_tokens, len(ids), sampling.max_tokens)
         branch = prefix.branch(len(ids) + sampling.max_tokens) if isinstance(prefix, PrefixCache) else prefix
-        return generate(self.model, self.tokenizer, ids, branch, sampling, constraint=constraint)
+        return generate(
+            self.model, self.tokenizer, ids, branch, sampling, constraint=constraint, chunk=self.prefill_chunk
+        )
 
     @cached_property
     def grammars(self) -> GrammarCompiler:

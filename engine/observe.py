@@ -20,6 +20,7 @@ from kvferry.engine.attention import attend_dense
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.dense import DenseBranch, DenseLayer
 from kvferry.engine.generate import forward
+from kvferry.engine.prefill import DEFAULT_PREFILL_CHUNK
 
 See = Callable[[int, int, mx.array, mx.array], None]
 """Called with layer, position of the first token, queries [H, N, D] and the keys [Hk, position + N, D] they may see."""
@@ -33,20 +34,32 @@ class Window:
     keys: mx.array
 
 
-def window(model: Any, cache: PrefixCache, ids: Sequence[int]) -> list[Window]:
+def window(
+    model: Any, cache: PrefixCache, ids: Sequence[int], chunk: int = DEFAULT_PREFILL_CHUNK
+) -> Generator[int, None, list[Window]]:
     """Run tokens behind a prefix and return what every layer asked. The cache does not change.
 
     Args:
         model: an mlx-lm model whose attention goes through ``kvferry.engine.attention``.
         cache: of dense layers.
         ids: at least one token.
+        chunk: tokens a forward pass.
+
+    Yields:
+        How many tokens are done, after every pass but the last.
 
     Raises:
         ModelError: when a layer is not dense, or its attention was not seen.
     """
     branches = [_Observing(_dense(index, layer), cache.offset, len(ids)) for index, layer in enumerate(cache.layers)]
-    # Not evaluated: the logits of every token would cost as much as a quarter of a small model.
-    forward(model, ids, branches)
+    for start in range(0, len(ids), chunk):
+        part = ids[start : start + chunk]
+        # Not evaluated: the logits of every token would cost as much as a quarter of a small model.
+        forward(model, part, branches)
+        mx.eval([(branch.state, branch.asked) for branch in branches])
+        if start + chunk < len(ids):
+            mx.clear_cache()
+            yield start + chunk
     return [branch.window(len(ids), index) for index, branch in enumerate(branches)]
 
 
@@ -84,19 +97,19 @@ class _Observing(DenseBranch):
 
     def __init__(self, prefix: DenseLayer, offset: int, fresh_tokens: int) -> None:
         super().__init__(prefix, offset, fresh_tokens)
-        self._queries: mx.array | None = None
+        self.asked: list[mx.array] = []
 
     def attend(self, queries: mx.array, scale: float) -> mx.array:
         """Attend as mlx-lm would."""
-        self._queries = _as_scaled(queries, scale)
+        self.asked.append(_as_scaled(queries, scale)[0])
         return attend_dense(queries, *self.keys_and_values(), scale)
 
     def window(self, tokens: int, index: int) -> Window:
         """Return what was asked."""
-        if self._queries is None:
+        if sum(queries.shape[1] for queries in self.asked) != tokens:
             raise ModelError(f"layer {index}: its queries were not seen")
         keys, _ = self.keys_and_values()
-        seen = Window(self._queries[0], keys[0, :, -tokens:].astype(mx.float32))
+        seen = Window(mx.concatenate(self.asked, axis=1), keys[0, :, -tokens:].astype(mx.float32))
         mx.eval(seen.queries, seen.keys)
         return seen
 

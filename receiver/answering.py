@@ -136,7 +136,10 @@ class Answerer:
     def answer(
         self, stored: Stored, question: str, sampling: Sampling, account: Account
     ) -> Generator[Token, None, tuple[Answer, Ledger]]:
-        """Answer from a prepared cache. The stored cache is branched, never written."""
+        """Answer from a prepared cache. The stored cache is branched, never written.
+
+        Yields what ``LoadedModel.answer`` yields, tokens that are no news among it.
+        """
         ids = self._model.prompt.fresh(question)
         account.question_tokens = len(ids)
         preparation = account.preparation

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import grpc
 
-from kvferry.core import addresses, logs, security, serving
+from kvferry.core import addresses, logs, ports, security, serving
 from kvferry.core.config import ReceiverConfig, ledger_path
 from kvferry.core.metrics import ReceiverMetrics
 from kvferry.core.security import ServerSecurity
@@ -30,6 +30,7 @@ async def run(config: ReceiverConfig, *, announce_json: bool = False) -> None:
         KvferryError: when the model, the store, the address or a file that protects it cannot be used.
     """
     protection = security.for_server(config)
+    ports.check(config)
     async with SpanClient(config) as spans, node.opened(config, config.max_payload_bytes) as opened:
         metrics = ReceiverMetrics(opened.model.profile.model.id, opened.versions)
         parts = _parts(config, opened, metrics, spans)

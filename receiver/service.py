@@ -88,7 +88,9 @@ class ReceiverServicer(IntakeServicer):
             stream = self._parts.worker.stream(self._parts.answerer.answer(stored, request.question, sampling, account))
             try:
                 async for token in stream:
-                    yield pb.AskResponse(piece=pb.AnswerPiece(token_id=token.token_id, text=token.text))
+                    # What is no news gave other work its turn.
+                    if token.is_news:
+                        yield pb.AskResponse(piece=pb.AnswerPiece(token_id=token.token_id, text=token.text))
             finally:
                 await stream.aclose()
             if stream.result is None:

@@ -129,14 +129,11 @@ class SpanClient:
         spent.calls += 1
         spent.sent += request.ByteSize()
         try:
-            with rpc.translating(str(sender), "FetchSpans"):
-                response = await stub.FetchSpans(request, timeout=seconds, metadata=request_ids.outgoing())
+            call = stub.FetchSpans(request, timeout=seconds, metadata=request_ids.outgoing())
+            response = await rpc.answer(call, str(sender), "FetchSpans")
         except (UnavailableError, DeadlineError):
             self._retire(key, stub)
             raise
-        # What gRPC makes of bytes that are no such message.
-        if response is None:
-            raise PeerError(f"{sender}: FetchSpans was answered with something else", peer=str(sender))
         spent.received += response.ByteSize()
         return list(response.texts)
 

@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Iterator
 
-from kvferry.core import frames
+from kvferry.core import frames, ports
 from kvferry.core.addresses import Address
 from kvferry.core.admission import Admission
-from kvferry.core.errors import BusyError, ConfigError, KvferryError, TransferError
+from kvferry.core.errors import BusyError, KvferryError, TransferError
 from kvferry.core.logs import logger
 from kvferry.core.metrics import ReceiverMetrics
 from kvferry.receiver.intake import Intake
@@ -191,7 +191,6 @@ def _listen(address: Address) -> socket.socket:
         dual = address.host == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
     except (OSError, UnicodeError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or error
-        raise ConfigError(f"tcp: {address} cannot be bound: {reason}", field="tcp") from error
+        raise ports.cannot_be_bound("tcp", address, error) from error
     listener.setblocking(False)  # noqa: FBT003
     return listener

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import grpc
 
-from kvferry.core import logs, security, serving
+from kvferry.core import logs, ports, security, serving
 from kvferry.core.config import SenderConfig, store_path
 from kvferry.core.metrics import SenderMetrics
 from kvferry.engine import node
@@ -27,6 +27,7 @@ async def run(config: SenderConfig, *, announce_json: bool = False) -> None:
         KvferryError: when the model, the store, the address or a file that protects it cannot be used.
     """
     protection = security.for_server(config)
+    ports.check(config)
     async with node.opened(config) as opened:
         metrics = SenderMetrics(opened.model.profile.model.id, opened.versions)
         parts = _parts(config, opened, metrics)

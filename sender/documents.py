@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from kvferry.core.files import write_atomic
 from kvferry.sender.text_cache import TextCache
 
 CACHE_BYTES = 64 * limits.MIB
+_OWN_FOLDER, _OWN_FILE, _OTHERS = 0o700, 0o600, 0o077
 
 
 class DocumentStore:
-    """A directory of UTF-8 texts."""
+    """A directory of UTF-8 texts that only their owner can read."""
 
     def __init__(self, root: Path, cache_bytes: int = CACHE_BYTES) -> None:
         """Open a directory, or make it.
@@ -31,7 +33,10 @@ class DocumentStore:
         self._root = root
         self._cache = TextCache(cache_bytes)
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            root.mkdir(mode=_OWN_FOLDER, parents=True, exist_ok=True)
+            # One that was made by hand, or before texts were kept from others.
+            if stat.S_IMODE(root.stat().st_mode) & _OTHERS:
+                root.chmod(_OWN_FOLDER)
         except OSError as error:
             raise StoreError(f"store {root}: {error.strerror}", path=str(root)) from error
 
@@ -44,7 +49,7 @@ class DocumentStore:
         path = self._root / f"{digest(text).hex()}.txt"
         try:
             if not path.exists() or path.read_bytes() != text:
-                write_atomic(path, text)
+                write_atomic(path, text, _OWN_FILE)
         except OSError as error:
             raise StoreError(f"store {self._root}: {error.strerror}", path=str(self._root)) from error
 

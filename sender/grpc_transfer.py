@@ -55,8 +55,8 @@ class GrpcCarrier:
         request = pb.OfferRequest(manifest=manifest)
         self._metrics.sent("manifest", len(manifest))
         self._metrics.sent("control", request.ByteSize() - len(manifest))
-        with rpc.translating(str(self._receiver), "Offer"):
-            response = await self._stub.Offer(request, timeout=self._seconds, metadata=request_ids.outgoing())
+        call = self._stub.Offer(request, timeout=self._seconds, metadata=request_ids.outgoing())
+        response = await rpc.answer(call, str(self._receiver), "Offer")
         self._metrics.received("control", response.ByteSize())
         return Offered(
             response.artifact_id,
@@ -78,8 +78,8 @@ class GrpcCarrier:
         """Call Commit."""
         request = pb.CommitRequest(artifact_id=artifact_id, account_json=account_json)
         self._metrics.sent("control", request.ByteSize())
-        with rpc.translating(str(self._receiver), "Commit"):
-            response = await self._stub.Commit(request, timeout=seconds, metadata=request_ids.outgoing())
+        call = self._stub.Commit(request, timeout=seconds, metadata=request_ids.outgoing())
+        response = await rpc.answer(call, str(self._receiver), "Commit")
         self._metrics.received("control", response.ByteSize())
         receipt = response.receipt
         return Receipt(receipt.payload_digest, receipt.received_bytes, receipt.control_bytes)

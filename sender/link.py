@@ -142,8 +142,8 @@ class Probe:
     async def describe(self) -> NodeInfo:
         """Call Describe."""
         request = pb.ReceiverServiceDescribeRequest()
-        with rpc.translating(str(self.receiver), "Describe"):
-            response = await self.stub.Describe(request, timeout=self.seconds, metadata=request_ids.outgoing())
+        call = self.stub.Describe(request, timeout=self.seconds, metadata=request_ids.outgoing())
+        response = await rpc.answer(call, str(self.receiver), "Describe")
         self._count(request, response)
         return wire.node_from_message(response.node)
 
@@ -161,8 +161,8 @@ class Probe:
         # Random bytes cannot be compressed on the way.
         request = pb.MeasureRequest(padding=os.urandom(size))
         start = self.clock()
-        with rpc.translating(str(self.receiver), "Measure"):
-            response = await self.stub.Measure(request, timeout=self.seconds, metadata=request_ids.outgoing())
+        call = self.stub.Measure(request, timeout=self.seconds, metadata=request_ids.outgoing())
+        response = await rpc.answer(call, str(self.receiver), "Measure")
         milliseconds = (self.clock() - start) * 1000
         if response.received != size:
             raise PeerError(

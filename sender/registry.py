@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvferry.core import allowed
 from kvferry.core.errors import InvalidRequestError, UnknownMethodError
 from kvferry.core.manifest import Scalar
 from kvferry.sender.kv.adakv import AdaKV
@@ -122,5 +123,7 @@ def parameters_of(kind: type[Checked], method: str, given: Mapping[str, Scalar])
         try:
             msgspec.convert(value, known[name])
         except msgspec.ValidationError as error:
-            raise InvalidRequestError(f"{name}: {value!r}: {error}", field=name, value=value) from error
+            wanted = allowed.in_words(known[name])
+            reason = f", must be {wanted}" if wanted else f": {error}"
+            raise InvalidRequestError(f"{name}: {value!r}{reason}", field=name, value=value) from error
     return msgspec.convert(dict(given), kind)

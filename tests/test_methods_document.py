@@ -96,6 +96,8 @@ def written(value: object) -> str:
 
 def limits(kind: inspect.Type) -> set[str]:
     """Return every number and word that the values of a parameter are bounded by, or taken from."""
+    if isinstance(kind, inspect.Metadata):
+        return limits(kind.type)
     if isinstance(kind, inspect.UnionType):
         return set().union(*(limits(part) for part in kind.types))
     if isinstance(kind, inspect.LiteralType):

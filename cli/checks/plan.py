@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,13 +37,15 @@ def load(role: str, path: Path | None) -> Daemon:
         return Daemon(role, None, error.message)
 
 
-def checks(system: System, daemons: Sequence[Daemon], dialled: Sequence[Address]) -> Iterator[Check]:
+def checks(
+    system: System, daemons: Sequence[Daemon], dialled: Mapping[Address, PeerSecurity | None]
+) -> Iterator[Check]:
     """Yield every check, in the order of the report.
 
     Args:
         system: the machine.
         daemons: of this machine.
-        dialled: peers whose reachability matters.
+        dialled: peers whose reachability matters, and how they are called; None is as a daemon of this machine would.
     """
     yield Check("python", lambda: [runtime.python(system)])
     yield Check("mlx", partial(_mlx, system), runtime.PROBE_SECONDS + 5)
@@ -58,8 +60,8 @@ def checks(system: System, daemons: Sequence[Daemon], dialled: Sequence[Address]
         yield Check("port", partial(_ports, role, loaded))
         yield Check("store", partial(_store, loaded))
         yield Check("certificate", partial(_credentials, loaded))
-    for address in dialled:
-        yield Check("peer", partial(_peer, system, address, list(known.values())), _PEER_SECONDS)
+    for address, calling in dialled.items():
+        yield Check("peer", partial(_peer, system, address, calling, list(known.values())), _PEER_SECONDS)
 
 
 def _mlx(system: System) -> list[Finding]:
@@ -120,9 +122,9 @@ def _credentials(loaded: NodeConfig) -> list[Finding]:
     return [*shown, *_some(tokens.accepted(loaded)), *_some(tokens.shown(loaded))]
 
 
-def _peer(system: System, address: Address, known: Sequence[NodeConfig]) -> list[Finding]:
+def _peer(system: System, address: Address, calling: PeerSecurity | None, known: Sequence[NodeConfig]) -> list[Finding]:
     try:
-        calling = security.for_peer(known[0], address, address) if known else PeerSecurity()
+        calling = calling or (security.for_peer(known[0], address, address) if known else PeerSecurity())
     except ConfigError as error:
         return [Finding("peer", "problem", error.message, "mend the files that the configuration names")]
     return peers.peer(address, calling, system)

@@ -8,7 +8,7 @@ import socket
 
 from kvferry.cli.checks import daemons
 from kvferry.cli.checks.findings import Finding
-from kvferry.core import addresses, metrics_server
+from kvferry.core import addresses, metrics_server, ports
 from kvferry.core.addresses import Address
 from kvferry.core.errors import ConfigError
 from kvferry.core.tls import PeerSecurity
@@ -62,10 +62,11 @@ def page(text: str, role: str) -> Finding:
 def _free(name: str, text: str, address: Address, role: str) -> Finding:
     if address.port == 0:
         return Finding(name, "ok", f"{text}: the {role} takes any free port")
-    trouble = _bind(address)
+    trouble = ports.trouble(address)
     if trouble is None:
         return Finding(name, "ok", f"{text} is free for the {role}")
-    return Finding(name, "problem", f"{text}: {trouble.strerror or trouble}", _remedy(trouble, address))
+    reason = getattr(trouble, "strerror", None) or trouble
+    return Finding(name, "problem", f"{text}: {reason}", _remedy(trouble, address))
 
 
 def _taken(name: str, text: str, address: Address) -> Finding:
@@ -94,22 +95,9 @@ def _reachable(address: Address) -> Address | None:
         return None
 
 
-def _bind(address: Address) -> OSError | None:
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            # As gRPC does, so that connections of a daemon that just ended are no obstacle.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-            probe.listen(1)
-    except OSError as error:
-        return error
-    return None
-
-
-def _remedy(error: OSError, address: Address) -> str:
+def _remedy(error: OSError | UnicodeError, address: Address) -> str:
+    if isinstance(error, UnicodeError):
+        return f"{address.host} is no name of a host: give an IP address"
     if error.errno == errno.EADDRINUSE:
         return f"choose another port, or stop the program that holds it (`lsof -nP -i :{address.port}` shows which)"
     if error.errno in (errno.EACCES, errno.EPERM):

@@ -16,6 +16,7 @@ from kvferry.sender.calibration.binding import Binding, check_bound
 from kvferry.sender.calibration.qfilters_file import QFilters
 
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,95}"
+NAMES = "up to 96 of a-z, 0-9, '.', '_' and '-', not beginning with a sign"
 _SUFFIX = ".safetensors"
 _MAKE = "make one with `kvferry calibrate qfilters --model MODEL --text FILE...`"
 
@@ -33,7 +34,7 @@ def check_name(name: str) -> None:
     """
     if re.fullmatch(NAME_PATTERN, name) is None:
         raise InvalidRequestError(
-            f"calibration: {name!r} is no name; up to 96 of a-z, 0-9, '.', '_' and '-', not beginning with a sign",
+            f"calibration: {name!r} is no name; {NAMES}",
             field="calibration",
             value=name,
         )

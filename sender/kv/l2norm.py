@@ -15,7 +15,10 @@ from kvferry.engine.selection import to_scores, top_rows
 from kvferry.sender.kv.parameters import SelectionParameters
 from kvferry.sender.kv.selecting import Keep, Kept, SelectingMethod, Subject
 
-SkipLayers = Annotated[int, Meta(ge=0)] | Annotated[str, Meta(pattern=r"^([0-9]+,)+[0-9]*$", max_length=4096)]
+SkipLayers = (
+    Annotated[int, Meta(ge=0)]
+    | Annotated[str, Meta(pattern=r"^([0-9]+,)+[0-9]*$", max_length=4096, description="layers like 0,1,5 or 3,")]
+)
 
 
 class L2NormParameters(SelectionParameters, frozen=True, forbid_unknown_fields=True, kw_only=True):

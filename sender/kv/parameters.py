@@ -19,9 +19,15 @@ Bits = Literal[2, 3, 4, 5, 6, 8]
 Group = Literal[32, 64, 128]
 Residual = Annotated[int, Meta(ge=32, le=4096)]
 Budget = (
-    Annotated[int, Meta(ge=1)]
-    | Annotated[float, Meta(gt=0.0, le=1.0)]
-    | Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)? ?(B|kB|KB|MB|GB|KiB|MiB|GiB)$")]
+    Annotated[int, Meta(ge=1, description="rows from 1")]
+    | Annotated[float, Meta(gt=0.0, le=1.0, description="a fraction above 0 up to 1")]
+    | Annotated[
+        str,
+        Meta(
+            pattern=r"^[0-9]+(\.[0-9]+)? ?(B|kB|KB|MB|GB|KiB|MiB|GiB)$",
+            description="bytes like 200KB (B, KB, MB, GB, KiB, MiB, GiB)",
+        ),
+    ]
 )
 """Rows a KV head, as a whole number; the fraction of rows kept; or bytes of payload, such as "200KB"."""
 

@@ -6,6 +6,7 @@ method's time. An instruction or a question is no part of the prefix, so no row 
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from itertools import cycle, islice
 
 from kvferry.engine.cache import PrefixCache
@@ -38,19 +39,23 @@ def question_ids(subject: Subject, method: str) -> list[int]:
     return subject.model.prompt.fresh(asked(subject.question, method))
 
 
-def behind(subject: Subject, ids: list[int]) -> list[Window]:
-    """Return what tokens ask, in every layer, when they run behind the prefix.
+def behind(subject: Subject, ids: list[int]) -> Generator[int, None, list[Window]]:
+    """Return what tokens ask, in every layer, when they run behind the prefix; yields as ``window`` does.
 
     Raises:
         ContextOverflowError: when prefix and tokens exceed the model's context.
     """
     subject.model.check_context(subject.rows, len(ids), 0)
-    return window(subject.model.model, subject.cache, ids)
+    return (yield from _run(subject, subject.cache, ids))
 
 
-def at_end(subject: Subject, count: int) -> list[Window]:
+def at_end(subject: Subject, count: int) -> Generator[int, None, list[Window]]:
     """Return what the last ``count`` tokens of the prefix ask, in every layer; at least one stands before them."""
-    return window(subject.model.model, _cut(subject, subject.rows - count), subject.ids[-count:])
+    return (yield from _run(subject, _cut(subject, subject.rows - count), subject.ids[-count:]))
+
+
+def _run(subject: Subject, cache: PrefixCache, ids: list[int]) -> Generator[int, None, list[Window]]:
+    return window(subject.model.model, cache, ids, subject.model.prefill_chunk)
 
 
 def _cut(subject: Subject, rows: int) -> PrefixCache:

@@ -44,7 +44,7 @@ class StreamingParameters(SelectionParameters, frozen=True, forbid_unknown_field
 class QFiltersParameters(StreamingParameters, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``calibration`` is a name; "" takes the one that is bound to the model."""
 
-    calibration: Annotated[str, Meta(pattern=f"^({folder.NAME_PATTERN})?$")] = ""
+    calibration: Annotated[str, Meta(pattern=f"^({folder.NAME_PATTERN})?$", description=folder.NAMES)] = ""
 
 
 def filter_scores(keys: np.ndarray[Any, Any], stored: np.ndarray[Any, Any]) -> Scores:

@@ -7,7 +7,7 @@ from collections.abc import Generator
 import mlx.core as mx
 import numpy as np
 
-from kvferry.core.progress import Progress
+from kvferry.core.progress import Progress, passing_on
 from kvferry.core.wire import MethodInfo
 from kvferry.engine.selection import Scores, protect, same_for_every_head, to_scores, top_rows
 from kvferry.sender.kv import probes
@@ -66,7 +66,7 @@ class Tova(SelectingMethod):
     def rank(self, subject: Subject, given: TovaParameters) -> Generator[Progress, None, Keep]:
         """Run the last token once more and score every row by its attention."""
         yield Progress("method", 0, 1)
-        scores = _scores(subject)
+        scores = yield from _scores(subject)
         protected = protect(subject.rows, recent=int(given.force_last))
 
         def keep(count: int) -> Kept:
@@ -78,11 +78,12 @@ class Tova(SelectingMethod):
         return keep
 
 
-def _scores(subject: Subject) -> list[Scores]:
+def _scores(subject: Subject) -> Generator[Progress, None, list[Scores]]:
     if subject.rows == 1:
         return [np.ones(1, dtype=np.float32) for _ in subject.layers]
     scores = []
-    for layer, seen in zip(subject.layers, probes.at_end(subject, 1), strict=True):
+    windows = yield from passing_on(probes.at_end(subject, 1), Progress("method", 0, 1))
+    for layer, seen in zip(subject.layers, windows, strict=True):
         keys = np.array(layer.keys[0].astype(mx.float32))
         scores.append(tova_scores(np.array(seen.queries[:, 0]), keys))
     return scores

@@ -6,7 +6,7 @@ Symbols: H query heads, Hk KV heads, G = H / Hk, W queries of the window, T rows
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Meta
 
 from kvferry.core.errors import InvalidRequestError, ModelError
-from kvferry.core.progress import Progress
+from kvferry.core.progress import Progress, passing_on
 from kvferry.engine.observe import Window
 from kvferry.engine.selection import Flags, Scores, protect, to_scores
 from kvferry.sender.kv import probes
@@ -59,7 +59,7 @@ class BlindWindowParameters(WindowScoreParameters, frozen=True, forbid_unknown_f
     window_tokens: WindowTokens = 32
 
 
-def window_votes(queries: Array, prefix_keys: Array, window_keys: Array) -> Scores:
+def window_votes(queries: Array, prefix_keys: Array, window_keys: Array) -> Generator[int, None, Scores]:
     """Return the attention that every row of the prefix gets, [H, T]: the sum over the window's queries.
 
     The softmax goes over prefix and window, causal within the window, whose columns are dropped afterwards.
@@ -68,23 +68,36 @@ def window_votes(queries: Array, prefix_keys: Array, window_keys: Array) -> Scor
         queries: [H, W, D], fp32, after rotation.
         prefix_keys: [Hk, T, D].
         window_keys: [Hk, W, D].
+
+    Yields:
+        How many queries are done, after every block of them but the last.
     """
     heads, tokens, width = queries.shape
-    kv_heads, rows, _ = prefix_keys.shape
+    rows = prefix_keys.shape[1]
     scaled = queries * np.float32(width**-0.5)
     votes: Scores = np.zeros((heads, rows), dtype=np.float32)
     step = max(_WEIGHTS_AT_ONCE // (heads * (rows + tokens)), 1)
     for start in range(0, tokens, step):
-        part = scaled[:, start : start + step]
-        count = part.shape[1]
-        asking = part.reshape(kv_heads, -1, width)
-        prefix = (asking @ prefix_keys.swapaxes(1, 2)).reshape(heads, count, rows)
-        window = (asking @ window_keys.swapaxes(1, 2)).reshape(heads, count, tokens)
-        window[:, ~np.tri(count, tokens, start, dtype=np.bool_)] = -np.inf
-        top = np.maximum(prefix.max(axis=-1), window.max(axis=-1))[..., None]
-        np.exp(prefix - top, out=prefix)
-        shares = 1 / (prefix.sum(axis=-1) + np.exp(window - top).sum(axis=-1))
-        votes += (shares[:, None] @ prefix)[:, 0]
+        # What overflows ends as NaN, which no score may be.
+        with np.errstate(over="ignore", invalid="ignore"):
+            votes += _block_votes(scaled[:, start : start + step], start, prefix_keys, window_keys)
+        if start + step < tokens:
+            yield start + step
+    return votes
+
+
+def _block_votes(scaled: Array, start: int, prefix_keys: Array, window_keys: Array) -> Scores:
+    """Return the votes of some of the window's queries, scaled ones, of which the first is number ``start``."""
+    heads, count, width = scaled.shape
+    (kv_heads, rows, _), tokens = prefix_keys.shape, window_keys.shape[1]
+    asking = scaled.reshape(kv_heads, -1, width)
+    prefix = (asking @ prefix_keys.swapaxes(1, 2)).reshape(heads, count, rows)
+    window = (asking @ window_keys.swapaxes(1, 2)).reshape(heads, count, tokens)
+    window[:, ~np.tri(count, tokens, start, dtype=np.bool_)] = -np.inf
+    top = np.maximum(prefix.max(axis=-1), window.max(axis=-1))[..., None]
+    np.exp(prefix - top, out=prefix)
+    shares = 1 / (prefix.sum(axis=-1) + np.exp(window - top).sum(axis=-1))
+    votes: Scores = (shares[:, None] @ prefix)[:, 0]
     return votes
 
 
@@ -111,16 +124,16 @@ def pool(scores: Scores, kernel: int, pooling: Literal["max", "avg"]) -> Scores:
     return pooled
 
 
-def window_scores(queries: Array, prefix_keys: Array, window_keys: Array, given: WindowScoreParameters) -> Scores:
-    """Return the scores [Hk, T] of the prefix's rows. Arguments as for ``window_votes``.
+def window_scores(
+    queries: Array, prefix_keys: Array, window_keys: Array, given: WindowScoreParameters
+) -> Generator[int, None, Scores]:
+    """Return the scores [Hk, T] of the prefix's rows. Arguments and steps as for ``window_votes``.
 
     Raises:
         ModelError: when a key or a score is not finite.
     """
     check_finite("window scores", prefix_keys)
-    # What overflows ends as NaN, which is refused below.
-    with np.errstate(over="ignore", invalid="ignore"):
-        votes = window_votes(queries, prefix_keys, window_keys)
+    votes = yield from window_votes(queries, prefix_keys, window_keys)
     if given.query_reduction == "mean":
         votes /= np.float32(queries.shape[1])
     kv_heads = len(prefix_keys)
@@ -154,7 +167,6 @@ def score_blind(subject: Subject, given: BlindWindowParameters) -> Generator[Pro
 
 def score_behind(subject: Subject, ids: list[int], given: WindowScoreParameters) -> Generator[Progress, None, Scored]:
     """Score with a probe that is no part of the prefix: no row is protected."""
-    yield Progress("method", 0, len(subject.layers))
     layers = yield from _score(subject, probes.behind(subject, ids), subject.rows, given)
     return Scored(layers, protect(subject.rows))
 
@@ -165,17 +177,20 @@ def score_at_end(subject: Subject, count: int, given: WindowScoreParameters) -> 
     before = subject.rows - count
     if before < 1:
         return Scored([np.zeros((layer.kv_heads, subject.rows), np.float32) for layer in subject.layers], protected)
-    yield Progress("method", 0, len(subject.layers))
     layers = yield from _score(subject, probes.at_end(subject, count), before, given)
     return Scored([np.pad(scores, ((0, 0), (0, count))) for scores in layers], protected)
 
 
 def _score(
-    subject: Subject, windows: Sequence[Window], rows: int, given: WindowScoreParameters
+    subject: Subject, probe: Generator[int, None, list[Window]], rows: int, given: WindowScoreParameters
 ) -> Generator[Progress, None, list[Scores]]:
-    scores = []
+    total = len(subject.layers)
+    scores: list[Scores] = []
+    yield Progress("method", 0, total)
+    windows = yield from passing_on(probe, Progress("method", 0, total))
     for layer, seen in zip(subject.layers, windows, strict=True):
         keys = np.array(layer.keys[0, :, :rows].astype(mx.float32))
-        scores.append(window_scores(np.array(seen.queries), keys, np.array(seen.keys), given))
-        yield Progress("method", len(scores), len(windows))
+        steps = window_scores(np.array(seen.queries), keys, np.array(seen.keys), given)
+        scores.append((yield from passing_on(steps, Progress("method", len(scores), total))))
+        yield Progress("method", len(scores), total)
     return scores

@@ -15,7 +15,10 @@ from kvferry.engine.prompt import PromptBuilder
 from kvferry.sender.text import graphemes
 from kvferry.sender.text.assembly import Piece
 
-Budget = Annotated[int, Meta(ge=1)] | Annotated[float, Meta(gt=0.0, le=1.0)]
+Budget = (
+    Annotated[int, Meta(ge=1, description="tokens from 1")]
+    | Annotated[float, Meta(gt=0.0, le=1.0, description="a fraction above 0 up to 1")]
+)
 
 
 class BudgetParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -141,3 +141,22 @@ def test_ctrl_c_stops_the_receiver_and_is_quiet(daemons: Any, fakes: Any) -> Non
         assert asking.communicate(timeout=60) == ("", "")
         assert asking.returncode == 130
     assert daemons.receiver.ended.acquire(timeout=5)
+
+
+def test_a_daemon_that_stops_during_an_answer_is_one_line(daemons: Any, fakes: Any) -> None:
+    daemons.receiver.script = daemons.receiver.endless
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    asking = subprocess.Popen(
+        [sys.executable, "-m", "kvferry.cli", "ask", fakes.ARTIFACT.hex(), "Which?", "--receiver", daemons.address],
+        env=environment | {"PYTHONPATH": VIEW},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with asking:
+        assert daemons.receiver.begun.acquire(timeout=60)
+        daemons.stop()
+        stdout, stderr = asking.communicate(timeout=60)
+    assert (stdout, asking.returncode) == ("", 1)
+    # And none of gRPC's own.
+    assert stderr == f"error: {daemons.address}: is stopping, and ended Ask\n"

@@ -72,7 +72,7 @@ def test_options_win_over_environment_and_file(
     ("words", "message"),
     [
         (["--listen", "0.0.0.0:7411"], "set insecure = true"),
-        (["--chunk-bytes", "1"], "option: chunk_bytes = 1: "),
+        (["--chunk-bytes", "1"], "option: chunk_bytes = 1, must be a whole number from "),
         (["--config", "/no/such/file.toml"], "/no/such/file.toml: No such file"),
         (["--prefill-chunk", "many"], "'many' is not a valid integer"),
         (["--log-level", "loud"], "'loud' is not one of"),

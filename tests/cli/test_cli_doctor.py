@@ -411,7 +411,7 @@ def test_an_address_that_cannot_be_bound_says_why(
     error: OSError, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ports, "_reachable", lambda _: None)
-    monkeypatch.setattr(ports, "_bind", lambda _: error)
+    monkeypatch.setattr("kvferry.core.ports.trouble", lambda _: error)
     bad(ports.listen("10.9.9.9:80", "sender"), "problem", *words)
 
 
@@ -794,6 +794,28 @@ def test_a_senders_file_has_its_receiver_looked_for(
     names = [finding["name"] for finding in findings_of(result)]
     assert result.exit_code == 0
     assert names[-5:] == ["peer name", "peer", "link", "health", "clock"]
+
+
+def test_a_peer_over_tls_is_called_as_the_options_or_the_environment_say(
+    doctor: Callable[..., Result], make: Make, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, key = make(hosts=("localhost",))
+    peer = f"localhost:{serve(tls=(certificate, key)).port}"
+
+    def health(*arguments: str) -> str:
+        found = findings_of(doctor("--json", "--peer", peer, *arguments))
+        (status,) = [finding["status"] for finding in found if finding["name"] == "health"]
+        return status
+
+    assert health() == "problem"
+    assert health("--authority", str(certificate)) == "ok"
+    monkeypatch.setenv("KVFERRY_AUTHORITY", str(certificate))
+    assert health() == "ok"
+    # The peer that a daemon's own file names is called as that daemon would.
+    path = certificate.parent / "sender.toml"
+    path.write_text(f'receiver = "{peer}"\n')
+    found = findings_of(doctor("--json", "--config", str(path)))
+    assert [finding["status"] for finding in found if finding["name"] == "health"] == ["problem"]
 
 
 def test_a_file_that_could_be_of_either_daemon_needs_the_role(doctor: Callable[..., Result], tmp_path: Path) -> None:

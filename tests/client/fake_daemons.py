@@ -147,6 +147,11 @@ class FakeSender(SenderServiceServicer):
         self.pieces: list[bytes] = []
         self.spans: list[tuple[int, int]] = []
         self.passages = ["first", "second"]
+        self.methods = [
+            common_pb2.MethodDescription(
+                id="B1", name="serialised", form="kv", label="custom", aware=False, source="here", summary="All of it."
+            )
+        ]
         self.script: Callable[[sender_service_pb2.SendStart, Any], Iterator[Any]] = self.deliver
         self.before_text: Callable[[Any], None] = lambda _: None
 
@@ -166,10 +171,7 @@ class FakeSender(SenderServiceServicer):
         yield from self.script(self.start, context)
 
     def Describe(self, request: Any, context: Any) -> Any:
-        method = common_pb2.MethodDescription(
-            id="B1", name="serialised", form="kv", label="custom", aware=False, source="here", summary="All of it."
-        )
-        return sender_service_pb2.SenderServiceDescribeResponse(node=NODE, methods=[method])
+        return sender_service_pb2.SenderServiceDescribeResponse(node=NODE, methods=self.methods)
 
     def FetchSpans(self, request: Any, context: Any) -> Any:
         self.spans = [(span.start, span.end) for span in request.spans]

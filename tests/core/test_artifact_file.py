@@ -49,6 +49,7 @@ def spent() -> bytes:
             "encode_ms": 3.0,
             "transfer_ms": 4.0,
             "fallback_reason": None,
+            "auto": None,
         },
         separators=(",", ":"),
     ).encode()

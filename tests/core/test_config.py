@@ -36,7 +36,7 @@ def test_environment_goes_over_the_file_and_options_over_both(tmp_path: Path) ->
     ("text", "words"),
     [
         ('modell = "x"', ["modell", "unknown"]),
-        ("chunk_bytes = 1", ["chunk_bytes", "1", ">= 1024"]),
+        ("chunk_bytes = 1", ["chunk_bytes", "1", "from 1024 to"]),
         ('chunk_bytes = "4096"', ["chunk_bytes", "4096"]),
         ('log_level = "loud"', ["log_level", "loud"]),
         ("model = 3", ["model", "3"]),

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from kvferry.core import errors, rpc
 from kvferry.core.errors import KvferryError
+from kvferry.proto.v1 import receiver_service_pb2 as receiver_pb
 
+CLOSED_AT_ONCE = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:1: Socket closed"
 METHOD = "/test.Service/Call"
 VALUES = st.none() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
 FIELDS = st.recursive(
@@ -26,7 +28,7 @@ Handler = Callable[[bytes, Any], Awaitable[bytes]]
 
 
 @contextlib.asynccontextmanager
-async def serving(handler: Handler) -> AsyncIterator[Callable[..., Awaitable[bytes]]]:
+async def serving(handler: Handler, parse: Any = None) -> AsyncIterator[Callable[..., Awaitable[bytes]]]:
     """Serve one unary method and yield a function that calls it."""
     server = grpc.aio.server()
     handlers = {"Call": grpc.unary_unary_rpc_method_handler(handler)}
@@ -35,7 +37,7 @@ async def serving(handler: Handler) -> AsyncIterator[Callable[..., Awaitable[byt
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield channel.unary_unary(METHOD)
+            yield channel.unary_unary(METHOD, response_deserializer=parse)
     finally:
         await server.stop(None)
 
@@ -190,6 +192,60 @@ async def test_a_peer_that_is_not_there_is_unavailable() -> None:
             with pytest.raises(errors.UnavailableError, match="cannot be reached") as caught, rpc.translating("p", "C"):
                 await call(b"", timeout=10)
     assert caught.value.retryable
+
+
+@pytest.mark.parametrize(
+    ("details", "text"),
+    [
+        ("Cancelling all calls", "peer:1: is stopping, and ended Call"),
+        (
+            "Stream removed (Socket closed)",
+            "peer:1: the connection broke during Call (Stream removed (Socket closed)); did the daemon end?",
+        ),
+        (
+            "recvmsg:Connection reset by peer",
+            "peer:1: the connection broke during Call (recvmsg:Connection reset by peer); did the daemon end?",
+        ),
+        ("no such luck", "peer:1: cannot be reached for Call (no such luck)"),
+        (
+            CLOSED_AT_ONCE,
+            (
+                f"peer:1: cannot be reached for Call ({CLOSED_AT_ONCE}); the peer closed the connection at once: it "
+                "may ask for TLS, or refuse the client certificate that was shown"
+            ),
+        ),
+    ],
+)
+async def test_a_call_that_broke_is_told_from_one_that_never_began(details: str, text: str) -> None:
+    error = await failing_with(grpc.StatusCode.UNAVAILABLE, details)
+    assert type(error) is errors.UnavailableError
+    assert error.retryable
+    assert error.message == text
+
+
+async def test_a_message_comes_as_it_is_and_a_failed_call_as_its_error() -> None:
+    async def echo(request: bytes, context: Any) -> bytes:
+        async with rpc.reporting(context):
+            if not request:
+                raise errors.NotFoundError("artifact: gone")
+        return request
+
+    async with serving(echo) as call:
+        assert await rpc.answer(call(b"abc"), "peer:1", "Call") == b"abc"
+        with pytest.raises(errors.NotFoundError, match="^artifact: gone$"):
+            await rpc.answer(call(b""), "peer:1", "Call")
+
+
+async def test_what_is_no_message_is_a_peer_error() -> None:
+    async def garbage(_: bytes, _context: Any) -> bytes:
+        return b"\xff\xff\xff"
+
+    async with serving(garbage, receiver_pb.ListResponse.FromString) as call:
+        with pytest.raises(errors.PeerError) as caught:
+            await rpc.answer(call(b""), "peer:1", "List")
+    assert type(caught.value) is errors.PeerError
+    assert caught.value.message == "peer:1: List was answered with something else"
+    assert caught.value.fields == {"peer": "peer:1", "method": "List"}
 
 
 def test_threads_get_the_same_errors_as_coroutines() -> None:

@@ -8,8 +8,9 @@ import json
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import pytest
@@ -172,7 +173,8 @@ async def test_a_port_in_use_is_one_clear_error(start: Start) -> None:
         with pytest.raises(ConfigError, match=f"^listen: {first.address} cannot be bound") as caught:
             async with asyncio.timeout(SECONDS):
                 await serving.serve(receiver(str(first.address)), lambda _: [])
-        assert caught.value.fields == {"field": "listen"}
+        assert caught.value.fields == {"field": "listen", "value": str(first.address)}
+        assert caught.value.message.endswith("Address already in use; is another daemon there?")
         assert await health(first.address, SERVICE) == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -269,6 +271,44 @@ async def test_no_channel_goes_through_a_proxy(start: Start, monkeypatch: pytest
             stub = health_pb2_grpc.HealthStub(peer)
             response = await asyncio.to_thread(stub.Check, health_pb2.HealthCheckRequest(), timeout=SECONDS)
     assert response.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@contextlib.contextmanager
+def standard_error(path: Path) -> Iterator[None]:
+    """Write what the process says on standard error, gRPC's C core included, into a file."""
+    before = os.dup(2)
+    try:
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
+async def test_a_connection_that_has_had_its_time_is_closed_without_a_word(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Closing idle connections makes gRPC write about each to the caller's standard error.
+    assert "grpc.max_connection_idle_ms" not in dict(channel.server_options())
+    monkeypatch.setattr(channel, "CONNECTION_AGE_MS", 300)
+    with standard_error(tmp_path / "said"):
+        async with start(receiver()) as running, channel.open_async(running.address) as peer:
+            call = peer.unary_stream(f"/{SERVICE}/Echo")(b"abc")
+            assert await call.read() == b"abc"
+            with channel.open_blocking(running.address) as other:
+                stub = health_pb2_grpc.HealthStub(other)
+                for _ in range(3):
+                    await asyncio.sleep(0.5)
+                    # A call that began on the first connection goes on, and a new one takes another.
+                    again = peer.unary_stream(f"/{SERVICE}/Echo")(b"xy")
+                    assert await again.read() == b"xy"
+                    again.cancel()
+                    await asyncio.to_thread(stub.Check, health_pb2.HealthCheckRequest(), timeout=SECONDS)
+                running.release.set()
+                assert await call.read() == b"cba"
+                await asyncio.sleep(0.5)
+    assert (tmp_path / "said").read_bytes() == b""
 
 
 def test_keepalive_of_a_channel_is_what_a_server_allows() -> None:

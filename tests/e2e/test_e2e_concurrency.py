@@ -161,6 +161,65 @@ def test_a_short_question_is_answered_during_a_long_answer(
     long.cancel()
 
 
+def test_a_short_question_is_answered_while_a_long_one_is_read(
+    here: Callable[..., Any],
+    peers: Callable[..., Any],
+    tiny_model: Callable[..., LoadedModel],
+    tiny_model_dir: Callable[..., Path],
+    watched: Callable[..., Any],
+    local_answer: Callable[..., tuple[int, ...]],
+) -> None:
+    tokens, chunk = 4000, 64
+    wrap, models = watched(0.05)
+    model = tiny_model(context=8192)
+    sender = here("sender", tiny_model_dir(context=8192))
+    receiver = here("receiver", tiny_model_dir(context=8192), wrap=wrap, prefill_chunk=chunk)
+    driver = peers(sender.address, receiver.address)
+    artifact_id = driver.send(DOCUMENT).artifact_id
+    assert driver.ask(artifact_id, QUESTIONS[1], 4).ids
+    question = QUESTIONS[0] * (tokens // len(model.tokenizer.encode(QUESTIONS[0], add_special_tokens=False)))
+    fresh = len(model.prompt.fresh(question))
+    assert fresh > 0.9 * tokens
+    before = len(models[0].passes)
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(driver.ask, artifact_id, question, 4)
+        models[0].wait_for(before + 3)
+        start = time.perf_counter()
+        assert driver.healthy(receiver.address)
+        assert driver.ask(artifact_id, QUESTIONS[1], 4).ids
+        assert driver.healthy(receiver.address)
+        # Turns are fair: the short question has about five passes, and the long one one after each.
+        assert time.perf_counter() - start < 2.0
+        assert len(models[0].passes) - before < 30
+        assert not long.done()
+        asked = long.result(SECONDS)
+    assert max(models[0].passes) == chunk
+    assert asked.ids == local_answer(model, DOCUMENT, question, 4)
+    # What gave others their turn is neither shown nor counted.
+    assert [piece.token_id for piece in asked.pieces if piece.HasField("token_id")] == list(asked.ids)
+    assert all(piece.HasField("token_id") or piece.text for piece in asked.pieces)
+    assert asked.ledger["tokens"]["receiver_prefill"] == fresh
+    assert asked.ledger["tokens"]["generated"] == len(asked.ids)
+
+
+def test_a_long_question_that_is_given_up_frees_the_worker(
+    here: Callable[..., Any],
+    peers: Callable[..., Any],
+    tiny_model_dir: Callable[..., Path],
+    watched: Callable[..., Any],
+) -> None:
+    wrap, models = watched(0.02)
+    sender = here("sender", tiny_model_dir())
+    receiver = here("receiver", tiny_model_dir(), wrap=wrap, prefill_chunk=4)
+    driver = peers(sender.address, receiver.address)
+    artifact_id = driver.send(DOCUMENT).artifact_id
+    before = len(models[0].passes)
+    call = driver.ask_call(artifact_id, "Who keeps the keys? " * 40, 4)
+    models[0].wait_for(before + 3)
+    call.cancel()
+    assert models[0].settled() < before + 20
+
+
 def test_a_cancelled_answer_frees_the_worker(
     here: Callable[..., Any],
     peers: Callable[..., Any],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -172,6 +173,21 @@ def test_two_receivers_cannot_share_a_store(
     here("receiver", tiny_model_dir(), store="shared")
     with pytest.raises(errors.StoreError, match="already open in another process"):
         here("receiver", tiny_model_dir(), store="shared")
+
+
+@pytest.mark.parametrize(
+    ("role", "key"), [("sender", "listen"), ("sender", "metrics"), ("receiver", "listen"), ("receiver", "tcp")]
+)
+def test_a_taken_port_is_one_line_before_the_model_is_looked_at(
+    process: Callable[..., Any], tmp_path: Path, role: str, key: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        daemon = process(role, tmp_path / "no-model", **{key: taken})
+        assert daemon.popen.wait(30) == 2
+    assert daemon.popen.stdout.read().count("\n") == 1  # The error as JSON, which --json asks for.
+    (line,) = daemon.logged().splitlines()
+    assert line.endswith(f"{key}: {taken} cannot be bound: Address already in use; is another daemon there?")
 
 
 def test_two_daemons_cannot_share_a_port(

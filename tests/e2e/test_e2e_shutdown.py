@@ -79,6 +79,34 @@ def test_an_answer_on_its_way_when_the_receiver_is_told_to_stop(
     assert lines == (1 if patient else 0)
 
 
+def test_a_long_question_does_not_keep_the_receiver_from_stopping(
+    process: Callable[..., Any],
+    peers: Callable[..., Any],
+    artifact: Callable[..., Stored],
+    tiny_model: Callable[..., LoadedModel],
+    tiny_model_dir: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    model = tiny_model(context=8192)
+    stored = artifact(model, "B1", DOCUMENT)
+    # A token a pass: as slow as a large model, and the question takes far longer than the test waits.
+    daemon = process("receiver", tiny_model_dir(context=8192), grace_seconds=0.2, prefill_chunk=1)
+    driver = peers(receiver=daemon.address)
+    deliver(driver, stored)
+    assert driver.ask(stored.artifact_id, "What?", 2).ids
+    question = DOCUMENT * (4000 // len(model.tokenizer.encode(DOCUMENT, add_special_tokens=False)))
+    call = driver.ask_call(stored.artifact_id, question, 4)
+    time.sleep(0.5)
+    assert call.is_active()
+    start = time.perf_counter()
+    daemon.popen.send_signal(signal.SIGTERM)
+    with pytest.raises(errors.UnavailableError, match=f"^{daemon.address}: is stopping, and ended Ask$"):
+        driver.finish_ask(call)
+    assert daemon.popen.wait(30) == 0
+    assert time.perf_counter() - start < 2.5
+    assert (tmp_path / "receiver" / "ledger.jsonl").read_text().count("\n") == 1
+
+
 def test_a_transfer_on_its_way_when_the_receiver_is_told_to_stop(
     here: Callable[..., Any],
     peers: Callable[..., Any],

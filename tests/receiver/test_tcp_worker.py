@@ -658,7 +658,7 @@ class TestEnd:
         taken = start().worker.address
         with pytest.raises(ConfigError, match=f"^tcp: {taken} cannot be bound: ") as caught:
             TcpWorker(taken, None, None, None)  # type: ignore[arg-type]
-        assert caught.value.fields == {"field": "tcp"}
+        assert caught.value.fields == {"field": "tcp", "value": str(taken)}
 
     @pytest.mark.parametrize("host", ["no-such-host.invalid", "a" * 100, "192.0.2.1"])
     def test_an_address_that_is_not_here_is_one_clear_error(self, host: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,19 @@ def test_a_damaged_text_is_never_quoted(store: DocumentStore, tmp_path: Path, da
     files[0].write_bytes(damage)
     with pytest.raises(StoreError, match="its text on disk has changed"):
         store.spans(key, [(0, 1)])
+
+
+def test_others_on_the_machine_cannot_read_what_is_kept(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        for root in (tmp_path / "new", tmp_path / "older"):
+            if root.name == "older":
+                root.mkdir(mode=0o755)
+            key = keep(DocumentStore(root), TEXT)
+            assert stat.S_IMODE(root.stat().st_mode) == 0o700
+            assert stat.S_IMODE((root / f"{key.hex()}.txt").stat().st_mode) == 0o600
+    finally:
+        os.umask(before)
 
 
 def test_keeping_a_document_twice_writes_it_once(store: DocumentStore, tmp_path: Path) -> None:

@@ -227,18 +227,18 @@ def test_without_calibration_nothing_is_read(
 
 @pytest.mark.parametrize("name", ["../mine", "a/b", "Mine", ".mine"])
 def test_a_name_that_is_none_is_refused_by_its_parameter(name: str) -> None:
-    with pytest.raises(InvalidRequestError, match=r"^calibration: .* matching regex"):
+    with pytest.raises(InvalidRequestError, match=r"^calibration: .*, must be up to 96 of a-z, 0-9"):
         registry.check_parameters(METHOD, {"calibration": name})
 
 
 @pytest.mark.parametrize(
     ("name", "value", "word"),
     [
-        ("sinks", -1, ">= 0"),
-        ("recent", -1, ">= 0"),
-        ("chunk", 0, ">= 1"),
+        ("sinks", -1, "from 0 to 65536"),
+        ("recent", -1, "from 0 to 65536"),
+        ("chunk", 0, "from 1 to 65536"),
         ("mode", "all", "all"),
-        ("recent", 65537, "<="),
+        ("recent", 65537, "from 0 to 65536"),
     ],
 )
 def test_a_bad_parameter_names_itself(name: str, value: Any, word: str) -> None:

@@ -12,9 +12,13 @@ import grpc
 import pytest
 
 from kvferry.core import addresses, errors, rpc, wire
+from kvferry.core.metrics import SenderMetrics
 from kvferry.core.store import Stored
+from kvferry.core.tls import PeerSecurity
 from kvferry.proto.v1 import receiver_service_pb2 as pb
-from kvferry.sender import transfer
+from kvferry.sender import grpc_transfer, transfer
+from kvferry.sender.carrier import Chunks
+from kvferry.sender.link import Probe
 from kvferry.sender.transfer import ATTEMPTS
 
 PROMPT_SECONDS = 3.0
@@ -162,6 +166,47 @@ async def test_a_receiver_that_cancels_is_an_error_and_no_cancellation_of_ours(r
     with pytest.raises(errors.CancelledError):
         await road.drive()
     assert not road.receiver.committed
+
+
+class Garbage(grpc.GenericRpcHandler):  # type: ignore[misc]  (grpc has no types)
+    """Answers every call with bytes that are no message."""
+
+    def service(self, handler_call_details: Any) -> Any:
+        del handler_call_details
+
+        async def answer(_requests: Any, _context: Any) -> Any:
+            yield b"\xff\xff\xff"
+
+        return grpc.stream_stream_rpc_method_handler(answer)
+
+
+@pytest.mark.parametrize("call", ["Offer", "Put", "Commit", "Describe", "Measure"])
+async def test_what_is_no_message_is_a_peer_error(stored: Stored, call: str) -> None:
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Garbage(),))
+    address = addresses.Address("127.0.0.1", server.add_insecure_port("127.0.0.1:0"))
+    await server.start()
+    metrics = SenderMetrics("tiny", {"kvferry": "0", "device": "cpu"})
+    try:
+        async with grpc_transfer.connected(address, PeerSecurity(), 5.0, metrics) as carrier:
+            probe = Probe(carrier._stub, address, 5.0, metrics)
+
+            async def put() -> None:
+                async for _ in carrier.put(Chunks(stored, metrics), [0]):
+                    pass
+
+            calls: dict[str, Callable[[], Any]] = {
+                "Offer": lambda: carrier.offer(stored.encoded),
+                "Put": put,
+                "Commit": lambda: carrier.commit(stored.artifact_id, "{}", 5.0),
+                "Describe": probe.describe,
+                "Measure": probe.measure,
+            }
+            with pytest.raises(errors.PeerError, match=f"^{address}: {call} ") as caught:
+                await calls[call]()
+        assert type(caught.value) is errors.PeerError
+    finally:
+        await server.stop(None)
 
 
 async def test_nobody_there_is_unavailable_after_a_few_attempts(road: Any) -> None:
