@@ -11,7 +11,7 @@ from kvferry.cli import output
 
 @click.group()
 def command() -> None:
-    """Measure how fast artifacts move, how soon the first token comes, and what choosing rows and looking up cost.
+    """Measure how fast artifacts move, how soon the first token comes, what choosing rows and look-ups cost.
 
     Every figure is a ratio to a floor that is measured in the same run.
     """

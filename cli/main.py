@@ -27,7 +27,7 @@ COMMANDS = {
     "methods": "List the methods that documents can be sent with.",
     "models": "List, add, find and remove the models of the catalogue.",
     "certs": "Make certificates and tokens, so that only your own machines can connect.",
-    "bench": "Measure how fast artifacts move, how soon the first token comes, and what choosing rows and looking up cost.",
+    "bench": "Measure how fast artifacts move, how soon the first token comes, what choosing rows and look-ups cost.",
     "calibrate": "Measure what a method needs to know about a model, once.",
     "ablate": "Compare methods over a grid of models, documents and parameters.",
     "doctor": "Check this machine, a configuration and the way to a peer.",

@@ -37,8 +37,8 @@ def select(
 ) -> Generator[Progress, None, Selection]:
     """Take pieces in order while they fit; one that does not is skipped.
 
-    A piece is weighed by its own tokens. Pieces take fewer together than one by one, so what is taken is counted exactly
-    once, when the first one does not fit: every count takes as long as encoding it.
+    A piece is weighed by its own tokens. Pieces take fewer together than one by one, so what is taken is counted
+    exactly once, when the first one does not fit: every count takes as long as encoding it.
 
     Args:
         prompt: encodes as the receiver's prompt does.
