@@ -85,12 +85,16 @@ class Lookups(msgspec.Struct, frozen=True):
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """``reused`` prefix tokens came from a cache at hand; the receiver read ``receiver_prefill`` itself."""
+    """``reused`` prefix tokens came from a cache at hand; the receiver read ``receiver_prefill`` itself.
+
+    ``material`` of these were sent in the document's place, by the receiver's own tokenizer.
+    """
 
     sender_prefill: int
     receiver_prefill: int
     reused: int
     generated: int
+    material: int
 
 
 class Milliseconds(msgspec.Struct, frozen=True):

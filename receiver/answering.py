@@ -49,6 +49,7 @@ class Preparation:
     prefix_tokens: int
     read_tokens: int = 0
     reused_tokens: int = 0
+    material_tokens: int = 0
     reconstruct_ms: float = 0.0
     prefill_ms: float = 0.0
     parity: ParityFigures | None = None
@@ -175,6 +176,7 @@ class Answerer:
         start = time.perf_counter()
         message = message or reconstruct.message(stored.manifest, stored.sections)
         ids = self._model.prompt.prefix(message.text, message.system, message.kind)
+        material_tokens = self._model.prompt.count(message.text)
         reconstruct_ms = _since(start)
         start = time.perf_counter()
         prefix: PrefixCache | list[Any]
@@ -183,7 +185,15 @@ class Answerer:
         else:
             prefix = yield from self._model.read(ids)
         rows = [len(ids)] * len(self._model.profile.layers)
-        return Preparation(prefix, rows, len(ids), len(ids), 0, reconstruct_ms, _since(start))
+        return Preparation(
+            prefix,
+            rows,
+            len(ids),
+            read_tokens=len(ids),
+            material_tokens=material_tokens,
+            reconstruct_ms=reconstruct_ms,
+            prefill_ms=_since(start),
+        )
 
     def _ledger(self, stored: Stored, answer: Answer, account: Account) -> Ledger:
         sender = stored.record.account or _NO_ACCOUNT
@@ -212,6 +222,7 @@ class Answerer:
                 receiver_prefill=preparation.read_tokens + account.question_tokens,
                 reused=preparation.reused_tokens,
                 generated=len(answer.token_ids),
+                material=preparation.material_tokens,
             ),
             ms=Milliseconds(
                 prefill=sender.prefill_ms,
@@ -242,7 +253,9 @@ def _reread_key(artifact_id: bytes) -> bytes:
 
 def _kept(prefix: PrefixCache, figures: ParityFigures | None, reconstruct_ms: float = 0.0) -> Preparation:
     rows = prefix.row_counts
-    return Preparation(prefix, rows, prefix.offset, 0, prefix.offset, reconstruct_ms, parity=figures)
+    return Preparation(
+        prefix, rows, prefix.offset, reused_tokens=prefix.offset, reconstruct_ms=reconstruct_ms, parity=figures
+    )
 
 
 def _timed(steps: Generator[Token, None, Answer], account: Account) -> Generator[Token, None, Answer]:

@@ -13,6 +13,7 @@ import msgpack
 import msgspec
 
 from kvferry.core import json_records
+from kvferry.core.compat import Profile
 from kvferry.core.digests import digest
 from kvferry.core.errors import NotFoundError, StoreError
 from kvferry.core.evidence import References
@@ -183,7 +184,7 @@ class ArtifactMaker:
             prefix=None,
             positions=None,
             layout=None,
-            method=_method_group(request, material),
+            method=_method_group(request, material, self._model.profile),
             mapper=None,
             encoding=_encoding(material),
             sections=sections,
@@ -261,10 +262,13 @@ def _encoding(material: Material) -> Encoding:
     return msgspec.structs.replace(DENSE, zstd=zstd)
 
 
-def _method_group(request: _Request, material: Material) -> MethodGroup:
+def _method_group(request: _Request, material: Material, profile: Profile) -> MethodGroup:
     info = request.method.info
     replaced = {"fallback_for": request.fallback_for} if request.fallback_for else {}
-    found = {} if isinstance(material, KvMaterial) else material.outcome
+    found = {} if isinstance(material, KvMaterial) else dict(material.outcome)
+    if "tokens" in found:
+        # A receiver with another tokenizer counts a budget differently.
+        found["tokenizer"] = profile.tokenizer.vocab.hex()
     outcome = {f"outcome.{name}": value for name, value in found.items()}
     return MethodGroup(
         id=info.id,

@@ -71,7 +71,7 @@ def ledger(artifact_id: bytes, **changes: Any) -> str:
         "wire_bytes": 1120,
         "dense_bf16_bytes": 9000,
         "ratio": 8.03,
-        "tokens": {"sender_prefill": 40, "receiver_prefill": 9, "reused": 40, "generated": 4},
+        "tokens": {"sender_prefill": 40, "receiver_prefill": 9, "reused": 40, "generated": 4, "material": 0},
         "ms": {
             "prefill": 1.5,
             "method": 0.5,

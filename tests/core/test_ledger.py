@@ -44,7 +44,7 @@ RECORD = Ledger(
     wire_bytes=137_012,
     dense_bf16_bytes=20_736_000,
     ratio=20_736_000 / 137_012,
-    tokens=Tokens(900, 12, 900, 33),
+    tokens=Tokens(900, 12, 900, 33, 7),
     ms=Milliseconds(1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5),
     rows=Rows(24, 32.5, 41),
     parity=ParityFigures(0.001, top1=True, bound=0.01),

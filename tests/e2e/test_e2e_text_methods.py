@@ -38,7 +38,9 @@ def test_from_document_to_answer(both: Any, pair_model: LoadedModel, method: str
     assert account["prefill_tokens"] == written
     asked = both.ask(sent.end.artifact_id, QUESTION)
     frame = len(prompt.prefix("", kind=KINDS[method])) + len(prompt.fresh(QUESTION))
-    assert frame <= asked.ledger["tokens"]["receiver_prefill"] <= frame + BUDGET
+    tokens = asked.ledger["tokens"]
+    assert tokens["receiver_prefill"] == frame + tokens["material"]
+    assert tokens["material"] <= BUDGET
     assert asked.ledger["method"] == method
     assert asked.ledger["wire_bytes"] == sent.end.wire_bytes
     assert asked.ledger["fallback"] is None

@@ -473,3 +473,10 @@ def test_params_in_the_manifest_are_those_of_the_method(shop: Any) -> None:
         params = shop.make(name, DOCUMENT).stored.manifest.method.params
         given = {name for name in params if not name.startswith("outcome.")}
         assert given == {field.name for field in msgspec.structs.fields(registry.find(name).parameters)}
+
+
+@pytest.mark.parametrize("method", ["A2", "A3", "A3-aware", "A4", "A5", "A6"])
+def test_a_budget_says_whose_tokens_it_counts(shop: Any, model: LoadedModel, method: str) -> None:
+    params = shop.make(method, DOCUMENT, budget=20).stored.manifest.method.params
+    assert params["outcome.tokenizer"] == model.profile.tokenizer.vocab.hex()
+    assert params["outcome.tokens"] <= 20
