@@ -54,7 +54,7 @@ def ledger(artifact: str, **changes: Any) -> Ledger:
         "wire_bytes": -1,
         "dense_bf16_bytes": 1,
         "ratio": 1.0,
-        "tokens": Tokens(sender_prefill=11, receiver_prefill=54, reused=3, generated=6),
+        "tokens": Tokens(sender_prefill=11, receiver_prefill=54, reused=3, generated=6, material=20),
         "ms": Milliseconds(0, 0, 0, 0, 0, 0, 0, first_token=12.5, total=99.0),
         "rows": Rows(),
         "parity": None,

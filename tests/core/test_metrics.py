@@ -60,7 +60,7 @@ def ledger(method: str = "B1", *, lookups: int = 0, first_token: float | None = 
         wire_bytes=35,
         dense_bf16_bytes=70,
         ratio=2.0,
-        tokens=Tokens(sender_prefill=9, receiver_prefill=7, reused=reused, generated=3),
+        tokens=Tokens(sender_prefill=9, receiver_prefill=7, reused=reused, generated=3, material=5),
         ms=Milliseconds(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.0, first_token, 250.0),
         rows=Rows(1, 1.0, 1),
         parity=None,
