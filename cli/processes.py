@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,11 +67,11 @@ def start(role: str, options: Mapping[str, str]) -> Daemon:
 @contextlib.contextmanager
 def running(role: str, options: Mapping[str, str]) -> Iterator[str]:
     """Run one daemon for the block and yield its address; see ``start``."""
-    daemon = start(role, options)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_ended_by_sigterm())
+        daemon = start(role, options)
+        stack.callback(stop, daemon)
         yield daemon.address()
-    finally:
-        stop(daemon)
 
 
 @contextlib.contextmanager
@@ -84,12 +86,31 @@ def pair(model: str, folder: Path) -> Iterator[tuple[str, str]]:
         The addresses of sender and receiver.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_ended_by_sigterm())
         daemons = []
         for role in ("sender", "receiver"):
             daemon = start(role, {"model": model, "store": str(folder / role)})
             stack.callback(stop, daemon)
             daemons.append(daemon)
         yield daemons[0].address(), daemons[1].address()
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the block like an error: by default the process would go, and its daemons stay."""
+    if threading.current_thread() is not threading.main_thread():
+        # Only there signals can be handled; whoever started this thread looks after it.
+        yield
+        return
+
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def stop(daemon: Daemon) -> None:
