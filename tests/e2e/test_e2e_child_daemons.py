@@ -44,16 +44,15 @@ def is_gone(address: str) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_no_daemon_behind(tiny_model_dir: Callable[..., Path], tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tiny_model_dir()), str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        assert process.stdout is not None
-        listening = process.stdout.readline().split()
-        assert len(listening) == 2
-        assert all(map(listens, listening))
-        process.send_signal(number)
-        # Python itself ends by SIGINT once the block has been left.
-        assert process.wait(40) == (128 + number if number == signal.SIGTERM else -number)
-        assert all(map(is_gone, listening))
-    finally:
-        process.kill()
-        process.wait()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            listening = process.stdout.readline().split()
+            assert len(listening) == 2
+            assert all(map(listens, listening))
+            process.send_signal(number)
+            # Python itself ends by SIGINT once the block has been left.
+            assert process.wait(40) == (128 + number if number == signal.SIGTERM else -number)
+            assert all(map(is_gone, listening))
+        finally:
+            process.kill()
