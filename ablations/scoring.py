@@ -23,16 +23,16 @@ from dataclasses import dataclass
 
 import regex
 
+from kvferry.core.words import UNSPACED
+
 _DROPPED = regex.compile(r"[\uFE0E\uFE0F\u20E3\u0640\u064B-\u0652\u0670\p{Cf}]")
 _GROUPING_COMMA = regex.compile(r"(?<=\p{Nd})[,\u066C](?=\p{Nd}{3}(?!\p{Nd}))")
 _ARTICLE = regex.compile(r"(?:(?<![\p{L}\p{N}\p{M}_-])(?:[Tt]he|[Aa]n|a)|(?:^|[.!?])\W*A)\s+(?=\S)")
-# Scripts that put no space between words, as in kvferry.core.words.
-_UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}\p{Yi}々〆ー"
 _TOKEN = regex.compile(
     rf"""
       (?: (?<! [\p{{L}}\p{{N}}] ) - )? \p{{Nd}}++ (?: [.:\u066B] \p{{Nd}}++ )*+
-    | [{_UNSPACED}] \p{{M}}*+
-    | [[\p{{L}}\p{{M}}\p{{N}}]--[\p{{Nd}}{_UNSPACED}]]++
+    | [{UNSPACED}] \p{{M}}*+
+    | [[\p{{L}}\p{{M}}\p{{N}}]--[\p{{Nd}}{UNSPACED}]]++
     | \p{{RI}}{{2}}
     | (?! [\#*] ) \p{{Extended_Pictographic}}
     """,

@@ -7,14 +7,14 @@ import unicodedata
 
 import regex
 
-# Scripts that put no space between words.
-_UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}\p{Yi}々〆ー"
+UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}\p{Yi}々〆ー"
+"""Characters of scripts that put no space between words, for a set in a pattern of ``regex``."""
 # ASCII first, which is most of most texts: sets are searched in order.
-_LETTERS = rf"A-Za-z0-9[[\p{{L}}\p{{M}}\p{{N}}]--[{_UNSPACED}]]"
+_LETTERS = rf"A-Za-z0-9[[\p{{L}}\p{{M}}\p{{N}}]--[{UNSPACED}]]"
 _TERM = regex.compile(
     rf"""
       (?P<number> \p{{Nd}}++ (?: [.,:] \p{{Nd}}++ )*+ (?! [\p{{L}}\p{{M}}] ) )
-    | (?P<run> [{_UNSPACED}] [{_UNSPACED}\p{{M}}]*+ )
+    | (?P<run> [{UNSPACED}] [{UNSPACED}\p{{M}}]*+ )
     | (?P<word> [{_LETTERS}]++ )
     """,
     regex.VERBOSE | regex.VERSION1,
@@ -23,7 +23,7 @@ _TERM = regex.compile(
 _ASCII_TERM = re.compile(r"(?P<number>[0-9]++(?:[.,:][0-9]++)*+(?![A-Za-z]))|(?P<word>[A-Za-z0-9]++)")
 _HUMP = regex.compile(r"(?<=\p{Ll})(?=\p{Lu})")
 _TOKEN = regex.compile(
-    rf"[{_UNSPACED}]\p{{M}}*+ | [{_LETTERS}_]++ (?: [-./:@\#\\]++ [{_LETTERS}_]++ )*+", regex.VERBOSE | regex.VERSION1
+    rf"[{UNSPACED}]\p{{M}}*+ | [{_LETTERS}_]++ (?: [-./:@\#\\]++ [{_LETTERS}_]++ )*+", regex.VERBOSE | regex.VERSION1
 )
 _CONCRETE = regex.compile(r"\p{N} | _ | \p{Ll}\p{Lu} | \p{L}{2}[./:@\#\\]++\p{L}{2}", regex.VERBOSE | regex.VERSION1)
 

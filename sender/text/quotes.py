@@ -43,11 +43,8 @@ _CLUSTER = regex.compile(
 )
 
 # Scripts that put no space between words, or none before a particle.
-_UNSPACED = (
-    r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Hangul}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}\p{Yi}"
-    r"々〆ー\u3099\u309a"
-)
-_LETTERS = rf"[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNSPACED}]]"
+_UNBOUNDED = rf"{UNSPACED}\p{{Hangul}}\u3099\u309a"
+_LETTERS = rf"[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNBOUNDED}]]"
 _INSIDE = regex.compile(
     rf"""
       (?<={_LETTERS}) (?={_LETTERS})
