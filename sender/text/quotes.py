@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import regex
 
+from kvferry.core.words import UNSPACED
+
 Span: TypeAlias = tuple[int, int]
 Match: TypeAlias = Literal["exact", "folded", "unresolved"]
 Positions: TypeAlias = npt.NDArray[np.intp]
