@@ -52,7 +52,7 @@ _WITHIN_NUMBER = r"""
     (?<=\p{Nd}) [:\uff1a]\p{Nd}
   | (?<=\p{Nd}[:\uff1a]) \p{Nd}
   | (?<= (?<! [\p{L}\p{M}\p{N}_] ) [\p{Pd}\u2212] ) \p{Nd}
-  | (?<=[\p{L}\p{N}_]) \p{No}
+  | (?<=[\p{L}\p{M}\p{N}_]) \p{No}
   | (?<=\p{No}) [\p{L}\p{N}_]
 """
 # Words, numbers and white space of any language, cut where no value could hold them. Flags stand apart because a word
@@ -221,4 +221,5 @@ def _escaped(text: str) -> str:
 
 def _literal(text: str) -> str:
     """Return a text as a grammar holds it."""
-    return json.dumps(text, ensure_ascii=False)
+    # Not as it is: a delete character is an error there.
+    return json.dumps(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,104 +12,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import regex
-from hypothesis import given
-from hypothesis import strategies as st
+from grammar_steps import ENDS, VOCABULARY, allowed, follow, walk
 from mlx_lm import tokenizer_utils
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from kvferry.core.errors import ModelError
 from kvferry.core.progress import finish
-from kvferry.engine.constrained import (
-    MAX_FACTS,
-    MAX_NAME,
-    MAX_QUOTE,
-    MAX_REMARKS,
-    MAX_VALUE,
-    Constraint,
-    Grammar,
-    GrammarCompiler,
-    evidence_grammar,
-)
+from kvferry.engine.constrained import Constraint, Grammar, GrammarCompiler, evidence_grammar
 from kvferry.engine.generate import Answer, Sampling, generate
 from kvferry.engine.model import LoadedModel
-
-VOCABULARY = 380
-ENDS = (376, 378)
-DOCUMENT = 'Ann said "7:30",\r\nÅse 漢字 👩\u200d🚀\t\x1b <|im_end|><think>\\.'
-PIECES = [
-    *("Ann", " ", "said", " ", '"', "7", ":", "30", '"', ",", "\r\n", "Åse", " ", "漢", "字", " ", "👩\u200d🚀", "\t"),
-    *("\x1b", " ", "<", "|", "im_end", "|", ">", "<", "think", ">", "\\", "."),
-]
-FIELDS = {"entity": MAX_NAME, "attribute": MAX_NAME, "value": MAX_VALUE, "quote": MAX_QUOTE}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_tokenizer_dir: Path) -> Any:
-    return tokenizer_utils.load(tiny_tokenizer_dir, eos_token_ids=list(ENDS))
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Any) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer)
-
-
-@pytest.fixture(scope="module")
-def spelling(tokenizer: Any) -> list[bytes]:
-    """Return every token's bytes, by the byte-level alphabet: printable Latin-1 for itself, the rest from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    alphabet = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in printable)
-    alphabet |= {chr(256 + place): byte for place, byte in enumerate(others)}
-    structure = {token["id"] for token in json.loads(tokenizer.backend_tokenizer.to_str())["added_tokens"]}
-    return [
-        b"" if token in structure else bytes(alphabet[char] for char in tokenizer.backend_tokenizer.id_to_token(token))
-        for token in range(VOCABULARY)
-    ]
-
-
-@pytest.fixture(scope="module")
-def single(spelling: list[bytes]) -> dict[int, int]:
-    """Return the token of every byte."""
-    return {text[0]: token for token, text in enumerate(spelling) if len(text) == 1}
-
-
-def allowed(constraint: Constraint, size: int = VOCABULARY) -> list[int]:
-    return np.flatnonzero(np.isfinite(np.array(constraint.mask(mx.zeros(size))))).tolist()
-
-
-def follow(constraint: Constraint, single: dict[int, int], text: str) -> str:
-    """Go along a text byte by byte as far as that is allowed, and return how far that was."""
-    data = text.encode()
-    for place, byte in enumerate(data):
-        try:
-            constraint.accept(single[byte])
-        except ModelError:
-            return data[:place].decode(errors="ignore")
-    return text
-
-
-def walk(constraint: Constraint, seed: int, spelling: Sequence[bytes], most: int = 3000) -> list[int]:
-    """Choose by random logits; strings end often enough for the whole grammar to be seen."""
-    rng = np.random.default_rng(seed)
-    bias = np.array([4.0 * text.startswith(b'"') for text in spelling])
-    ids: list[int] = []
-    while not constraint.finished:
-        masked = constraint.mask(mx.array(rng.gumbel(size=len(bias)) + bias, dtype=mx.float32))
-        token = int(np.argmax(np.array(masked)))
-        constraint.accept(token)
-        ids.append(token)
-        assert len(ids) < most
-    return ids
-
-
-def fact(**fields: str) -> dict[str, str]:
-    return {"entity": "e", "attribute": "a", "value": "v", "quote": "q"} | fields
-
-
-def written(*facts: dict[str, str], notes: Sequence[str] = (), unknowns: Sequence[str] = ()) -> str:
-    message = {"facts": facts, "notes": notes, "unknowns": unknowns}
-    return json.dumps(message, ensure_ascii=False, separators=(",", ":"))
-
 
 # --- Which tokens are left --------------------------------------------------------------------------------------------
 
@@ -155,28 +65,6 @@ def test_a_token_is_left_exactly_where_the_text_can_go_on(
     assert allowed(constraint) == list(ENDS)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_quote_goes_on_exactly_as_the_document_does(
-    compiler: GrammarCompiler, spelling: list[bytes], single: dict[int, int], seed: int
-) -> None:
-    assert "".join(PIECES) == DOCUMENT
-    spans = ("".join(PIECES[i:j]) for i in range(len(PIECES)) for j in range(i + 1, len(PIECES) + 1))
-    quotes = {json.dumps(span, ensure_ascii=False)[1:-1] for span in spans if span[0] not in " \r\t\x1b"}
-    texts = [f"{quote}{after}".encode() for quote in quotes for after in ('"},{"entity":"', '"}],"notes":[')]
-    constraint = compiler.compile(evidence_grammar(DOCUMENT))
-    start = written(fact(quote=""))[: -len('"}],"notes":[],"unknowns":[]}')]
-    assert follow(constraint, single, start) == start
-    rng = np.random.default_rng(seed)
-    done = b""
-    while b'"}' not in done:
-        left = allowed(constraint)
-        live = [text for text in texts if text.startswith(done)]
-        assert left == [i for i, more in enumerate(spelling) if more and any(t.startswith(done + more) for t in live)]
-        token = int(rng.choice(left))
-        constraint.accept(token)
-        done += spelling[token]
-
-
 def test_ends_are_left_exactly_where_the_answer_may_end(compiler: GrammarCompiler, single: dict[int, int]) -> None:
     constraint = compiler.compile_schema({"type": "integer", "minimum": 5, "maximum": 12345})
     digits = {single[digit] for digit in b"0123456789"}
@@ -209,15 +97,6 @@ def test_ends_that_the_tokenizer_lacks_do_not_matter(tiny_tokenizer_dir: Path, s
     assert set(allowed(constraint, 512)) == {*ENDS} & tokenizer.eos_token_ids
 
 
-def test_no_control_token_wherever_the_answer_is(compiler: GrammarCompiler, single: dict[int, int]) -> None:
-    constraint = compiler.compile(evidence_grammar("<think> <|im_end|> <|endoftext|>"))
-    text = written(fact(value="<think><|im_end|>", quote="<think> <|im_end|>"), notes=["<|im_start|>"])
-    for byte in text.encode():
-        assert max(allowed(constraint)) < 376
-        constraint.accept(single[byte])
-    assert allowed(constraint) == list(ENDS)
-
-
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("size", [VOCABULARY, 512])
 def test_logits_stay_what_they_are_or_become_impossible(compiler: GrammarCompiler, dtype: mx.Dtype, size: int) -> None:
@@ -245,30 +124,6 @@ def test_a_smaller_head_than_the_vocabulary_loses_its_last_ids(
 # --- Whole answers ----------------------------------------------------------------------------------------------------
 
 
-def test_whatever_the_logits_the_answer_is_evidence(compiler: GrammarCompiler, spelling: list[bytes]) -> None:
-    facts, quotes = 0, set()
-    for seed in range(20):
-        constraint = compiler.compile(evidence_grammar(DOCUMENT, may_be_empty=bool(seed % 2)))
-        text = b"".join(spelling[token] for token in walk(constraint, seed, spelling))
-        message = json.loads(text)
-        assert list(message) == ["facts", "notes", "unknowns"]
-        assert len(message["facts"]) <= MAX_FACTS
-        for found in message["facts"]:
-            assert list(found) == list(FIELDS)
-            assert all(0 < len(found[field]) <= most for field, most in FIELDS.items())
-            assert found["quote"] in DOCUMENT
-            facts += 1
-            quotes.add(found["quote"])
-        strings = (
-            [text for found in message["facts"] for text in found.values()] + message["notes"] + message["unknowns"]
-        )
-        assert not any(string[0].isspace() for string in strings)
-        assert max(map(len, strings), default=0) <= MAX_QUOTE
-        assert not re.search(r"\s", re.sub(r'"(?:[^"\\]|\\.)*"', "", text.decode()))
-    assert facts > 10
-    assert len(quotes) > 10
-
-
 @pytest.mark.parametrize("seed", range(200))
 def test_whatever_the_logits_the_answer_follows_the_schema(
     compiler: GrammarCompiler, spelling: list[bytes], seed: int
@@ -280,164 +135,12 @@ def test_whatever_the_logits_the_answer_follows_the_schema(
     assert all(item in ("the", "code", 17) for item in message["b"])
 
 
-@pytest.mark.parametrize("document", ["", " ", "\r\n\t \u3000\u00a0\u2028\x1f\x00", "\n" * 500])
-def test_nothing_to_quote_is_no_facts(
-    compiler: GrammarCompiler, single: dict[int, int], spelling: list[bytes], document: str
-) -> None:
-    for seed in range(5):
-        constraint = compiler.compile(evidence_grammar(document))
-        assert json.loads(b"".join(spelling[token] for token in walk(constraint, seed, spelling)))["facts"] == []
-    assert follow(compiler.compile(evidence_grammar(document)), single, written()) == written()
-
-
-@pytest.mark.parametrize("document", [None, DOCUMENT, "x"])
-def test_there_are_facts_unless_there_may_be_none(
-    compiler: GrammarCompiler, single: dict[int, int], document: str | None
-) -> None:
-    text = written(unknowns=["the price"])
-    assert follow(compiler.compile(evidence_grammar(document, may_be_empty=True)), single, text) == text
-    assert follow(compiler.compile(evidence_grammar(document)), single, text) == '{"facts":['
-
-
-@pytest.mark.parametrize("character", ["a", "漢", "👩", '"', "\\", "\n"])
-@pytest.mark.parametrize(("field", "most"), FIELDS.items())
-def test_lengths_are_code_points(
-    compiler: GrammarCompiler, single: dict[int, int], field: str, most: int, character: str
-) -> None:
-    value = "x" + character * (most - 1)
-    text = written(fact(**{field: value}))
-    assert follow(compiler.compile(evidence_grammar(None)), single, text) == text
-    longer = written(fact(**{field: value + character}))
-    reached = follow(compiler.compile(evidence_grammar(None)), single, longer)
-    assert json.dumps(value, ensure_ascii=False)[:-1] in reached
-    assert not reached.endswith("}]}")
-
-
-@pytest.mark.parametrize(("document", "most"), [("q", MAX_FACTS), (None, MAX_FACTS)])
-def test_an_endless_list_of_facts_ends(
-    compiler: GrammarCompiler, single: dict[int, int], document: str | None, most: int
-) -> None:
-    constraint = compiler.compile(evidence_grammar(document))
-    start = written(*[fact()] * most).removesuffix('],"notes":[],"unknowns":[]}')
-    assert follow(constraint, single, start) == start
-    assert single[ord(",")] not in allowed(constraint)
-    remarks = ["r"] * MAX_REMARKS
-    rest = written(notes=remarks, unknowns=remarks).removeprefix('{"facts":[')
-    assert follow(constraint, single, rest) == rest
-    more = written(fact(), notes=[*remarks, "r"])
-    assert follow(compiler.compile(evidence_grammar(document)), single, more).count('"r"') == MAX_REMARKS
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        " " + written(),
-        '{ "facts":[],"notes":[],"unknowns":[]}',
-        '{"facts": [],"notes":[],"unknowns":[]}',
-        '{"facts":[\n],"notes":[],"unknowns":[]}',
-        '{"facts":[],"unknowns":[],"notes":[]}',
-        '{"facts":[],"notes":[]}',
-        written(fact(entity="")),
-        written(fact(value=" v")),
-        written(fact(value="\nv")),
-        written(fact(value="\u00a0v")),
-        written(fact(quote="")),
-        '{"facts":[{"attribute":"a","entity":"e","value":"v","quote":"q"}],"notes":[],"unknowns":[]}',
-        '{"facts":[{"entity":"e","attribute":"a","value":"v"}],"notes":[],"unknowns":[]}',
-        '{"facts":[{"entity":"e","attribute":"a","value":1,"quote":"q"}],"notes":[],"unknowns":[]}',
-        '{"facts":[],"notes":["\\ud83d"],"unknowns":[]}',
-        '{"facts":[],"notes":["a\nb"],"unknowns":[]}',
-    ],
-)
-def test_what_is_no_evidence_cannot_be_written(compiler: GrammarCompiler, single: dict[int, int], text: str) -> None:
-    assert follow(compiler.compile(evidence_grammar(None, may_be_empty=True)), single, text) != text
-
-
 @pytest.mark.parametrize("text", ['"\\ud800"', '"a\nb"', ' "a"', '"abcd"'])
 def test_what_the_schema_does_not_say_cannot_be_written(
     compiler: GrammarCompiler, single: dict[int, int], text: str
 ) -> None:
     constraint = compiler.compile_schema({"type": "string", "maxLength": 3})
     assert follow(constraint, single, text) != text
-
-
-# --- Quotes -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("quote", "possible"),
-    [
-        ('said "7:30",\r\nÅse', True),
-        ("👩\u200d🚀\t\x1b <|im_end|>", True),
-        ("\\.", True),
-        ("Ann said 7:30", False),
-        ("nn said", False),
-        ("sai", False),
-        ("3", False),
-        (",\nÅse", False),
-        ("👩", False),
-        (" 漢", False),
-        ("Åse 漢字 .", False),
-    ],
-)
-def test_a_quote_is_whole_words_of_the_document(
-    compiler: GrammarCompiler, single: dict[int, int], quote: str, *, possible: bool
-) -> None:
-    text = written(fact(quote=quote))
-    assert (follow(compiler.compile(evidence_grammar(DOCUMENT)), single, text) == text) is possible
-
-
-def test_a_number_is_quoted_whole(compiler: GrammarCompiler, single: dict[int, int]) -> None:
-    grammar = evidence_grammar("no more than 13,500.25 kg")
-    whole = written(fact(quote="than 13,500.25"))
-    assert follow(compiler.compile(grammar), single, whole) == whole
-    for part in ("than 13", "than 13,500", "500.25 kg"):
-        assert follow(compiler.compile(grammar), single, written(fact(quote=part))) != written(fact(quote=part))
-
-
-def test_a_quote_stops_before_the_word_that_would_be_too_long(
-    compiler: GrammarCompiler, single: dict[int, int]
-) -> None:
-    words = " ".join(["incorrigible"] * 40)
-    constraint = compiler.compile(evidence_grammar(words))
-    start = written(fact(quote=words[:194])).split('"}]')[0]
-    assert follow(constraint, single, start) == start
-    assert {bytes([byte]) for byte, token in single.items() if token in allowed(constraint)} == {b" ", b'"'}
-    constraint.accept(single[ord(" ")])
-    assert {bytes([byte]) for byte, token in single.items() if token in allowed(constraint)} == {b'"'}
-
-
-@pytest.mark.parametrize("run", ["x" * 1000, "🇩🇪" * 300, "e" + "\u0301" * 1000, "\u200d" * 999])
-def test_what_has_no_words_can_be_quoted_too(
-    compiler: GrammarCompiler, single: dict[int, int], spelling: list[bytes], run: str
-) -> None:
-    text = written(fact(quote=run[:MAX_QUOTE]))
-    assert follow(compiler.compile(evidence_grammar(run)), single, text) == text
-    assert follow(compiler.compile(evidence_grammar(run)), single, written(fact(quote=run[: MAX_QUOTE + 1]))) != text
-
-
-TEXTS = st.text(
-    st.sampled_from("ab1 .,'\"\\/\n\r\t\x00\x7f\u0301é漢字ทข🇩🇪👩\u200d🚀\u2028\u00a0{}[]:")
-    | st.characters(codec="utf-8")
-)
-
-
-@given(TEXTS, st.integers(0), st.integers(1))
-def test_any_document_can_be_quoted_and_nothing_else(
-    compiler: GrammarCompiler, single: dict[int, int], document: str, start: int, length: int
-) -> None:
-    constraint = compiler.compile(evidence_grammar(document))
-    begin = start % (len(document) + 1)
-    quote = document[begin : begin + length % 60 + 1]
-    text = written(fact(quote=quote))
-    reached = follow(constraint, single, text)
-    if reached == text:
-        assert constraint.finished
-    # A quote that is refused could have been one up to a word's boundary, if it began at one.
-    elif begin == 0 and document and not regex.match(r"[\p{White_Space}\x00-\x1f]", document):
-        assert len(reached) > len(written(fact(quote="")).split('"}]')[0])
-    foreign = written(fact(quote=document + "!"))
-    assert follow(compiler.compile(evidence_grammar(document)), single, foreign) != foreign
 
 
 # --- Other tokenizers -------------------------------------------------------------------------------------------------
@@ -489,14 +192,16 @@ def test_tokens_of_other_kinds_spell_the_same_grammar(make: Callable[[], Tokeniz
     assert b"<tool>" not in start
     assert "▁the".encode() in start
     spelling = [tokenizer.backend_tokenizer.id_to_token(token).encode() for token in range(size)]
-    document = 'the é "漢字" 👩\u200d🚀 <tool> the end'
-    quotes = set()
-    for seed in range(24):
-        ids = walk(compiler.compile(evidence_grammar(document)), seed, spelling)
-        message = json.loads(tokenizer.decode(ids))
-        quotes |= {found["quote"] for found in message["facts"]}
-    assert len(quotes) > 4
-    assert all(quote in document for quote in quotes)
+    passages = ['the é "漢字" 👩\u200d🚀', "<tool> the end", "the\tend\\"]
+    seen = set()
+    for seed in range(12):
+        ids = walk(compiler.compile(evidence_grammar(passages)), seed, spelling)
+        facts = json.loads(tokenizer.decode(ids))["facts"]
+        assert facts
+        assert all(found["value"] in found["quote"] for found in facts)
+        seen |= {(found["value"], found["quote"]) for found in facts}
+    assert {quote for _, quote in seen} == set(passages)
+    assert len(seen) > 8
 
 
 def test_a_character_that_no_token_spells_is_an_error(tmp_path: Path) -> None:
@@ -505,9 +210,9 @@ def test_a_character_that_no_token_spells_is_an_error(tmp_path: Path) -> None:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["</s>", "<unk>"])
     tokenizer = saved(backend, tmp_path)
-    constraint = GrammarCompiler(tokenizer).compile(evidence_grammar("aЖb"))
-    for character in written(fact(quote="a")).split('"}]')[0]:
-        constraint.accept(letters.index(character))
+    constraint = GrammarCompiler(tokenizer).compile(Grammar('start: "aЖb" | "c"'))
+    assert allowed(constraint, len(letters)) == [letters.index("a"), letters.index("c")]
+    constraint.accept(letters.index("a"))
     with pytest.raises(ModelError, match="no token of this model continues the answer"):
         constraint.mask(mx.zeros(len(letters)))
 
@@ -531,7 +236,7 @@ def test_a_wrong_schema_is_refused(compiler: GrammarCompiler, wrong: dict[str, A
 
 def test_a_wrong_grammar_is_refused_without_telling_the_document(compiler: GrammarCompiler) -> None:
     with pytest.raises(ModelError, match="^grammar: ") as caught:
-        compiler.compile(Grammar(evidence_grammar("the secret is 4417").source + "\nstart: NOWHERE"))
+        compiler.compile(Grammar(evidence_grammar(["the secret is 4417"]).source + "\nstart: NOWHERE"))
     assert "4417" not in caught.value.message
 
 

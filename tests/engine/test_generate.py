@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -239,6 +240,94 @@ def test_answers_at_the_same_time_do_not_mix_their_text(tokenizer: Any) -> None:
             except StopIteration as end:
                 done.setdefault(number, end.value.text if end.value else "")
     assert (done[0], done[1]) == texts
+
+
+# --- Long questions ---------------------------------------------------------------------------------------------------
+
+CHUNK = 8
+LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)
+
+
+@dataclass
+class Recording:
+    """A model whose forward passes are written down: how many tokens, and the last one's logits."""
+
+    model: Any
+    passes: list[int] = field(default_factory=list)
+    logits: list[np.ndarray[Any, Any]] = field(default_factory=list)
+
+    @property
+    def layers(self) -> Any:
+        return self.model.layers
+
+    def __call__(self, ids: mx.array, cache: Any) -> mx.array:
+        logits: mx.array = self.model(ids, cache=cache)
+        self.passes.append(ids.shape[1])
+        self.logits.append(np.array(logits[0, -1]))
+        return logits
+
+
+def kept(prefix: PrefixCache, form: str) -> PrefixCache:
+    """Return the cache itself, half of its rows, or heads that keep different numbers of rows."""
+    half = np.arange(0, prefix.offset, 2, dtype=np.int32)
+    heads = prefix.layers[0].kv_heads
+    if form == "half":
+        return prefix.select([[mx.array(half)] * heads] * len(prefix.layers))
+    if form == "ragged":
+        return prefix.select([[mx.array(half[number:]) for number in range(heads)]] * len(prefix.layers))
+    return prefix
+
+
+@pytest.mark.parametrize("form", ["dense", "half", "ragged"])
+@pytest.mark.parametrize("count", LENGTHS)
+def test_a_question_in_pieces_is_the_question_in_one(
+    loaded: LoadedModel, prefix: PrefixCache, count: int, form: str
+) -> None:
+    ids = [int(token) for token in np.random.default_rng(count).integers(0, 300, count)]
+    cache, sampling = kept(prefix, form), Sampling(max_tokens=6)
+    whole, pieces = Recording(loaded.model), Recording(loaded.model)
+    seen, expected = run(generate(whole, loaded.tokenizer, ids, cache.branch(count + 6), sampling, chunk=count))
+    told, found = run(generate(pieces, loaded.tokenizer, ids, cache.branch(count + 6), sampling, chunk=CHUNK))
+    assert found == expected
+    before, rest = divmod(count - 1, CHUNK)
+    assert pieces.passes == [CHUNK] * before + [rest + 1] + [1] * (len(whole.passes) - 1)
+    assert told == [Token(None, "")] * before + seen
+    assert [token.is_news for token in told] == [False] * before + [True] * len(seen)
+    apart = [np.abs(one - other).max() for one, other in zip(whole.logits, pieces.logits[before:], strict=True)]
+    # One that is no longer than a piece is read as ever, bit for bit.
+    assert max(apart) <= (1e-5 if before else 0.0)
+
+
+def test_nobody_asks_for_the_logits_of_what_stands_before_the_last_piece(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Rows:
+        def __init__(self) -> None:
+            self.state = mx.zeros((1, 1, 1, 4))
+
+    evaluated: list[Any] = []
+    monkeypatch.setattr("kvferry.engine.generate.mx.eval", evaluated.append)
+    caches = [Rows(), Rows()]
+    steps = generate(Scripted([75] * 9, layers=caches), tokenizer, list(range(20)), caches, Sampling(), chunk=CHUNK)
+    assert [next(steps).is_news for _ in range(3)] == [False, False, True]
+    assert [[id(array) for array in arrays] for arrays in evaluated] == [[id(one.state) for one in caches]] * 2
+
+
+def test_closing_stops_between_the_pieces(tokenizer: Any) -> None:
+    model = Scripted([75] * 9)
+    steps = generate(model, tokenizer, list(range(50)), [], Sampling(), chunk=CHUNK)
+    assert not next(steps).is_news
+    assert not next(steps).is_news
+    steps.close()
+    assert model.read == [list(range(8)), list(range(8, 16))]
+
+
+def test_a_loaded_model_reads_questions_in_its_own_chunks(loaded: LoadedModel, prefix: PrefixCache) -> None:
+    ids = loaded.prompt.fresh("Who keeps the keys? " * 4)
+    small = dataclasses.replace(loaded, prefill_chunk=10)
+    told = run(small.answer(ids, prefix, prefix.offset, Sampling(max_tokens=3)))[0]
+    assert sum(not token.is_news for token in told) == (len(ids) - 1) // 10 > 1
+    assert all(token.is_news for token in run(loaded.answer(ids, prefix, prefix.offset, Sampling(max_tokens=3)))[0])
 
 
 # --- Limits -----------------------------------------------------------------------------------------------------------

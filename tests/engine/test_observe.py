@@ -163,7 +163,7 @@ def test_keys_and_queries_can_be_multiplied_as_they_are(case: Case) -> None:
 
 def test_a_window_shows_its_own_tokens(case: Case) -> None:
     cache = finish(prefill(case.model, case.ids[:-WINDOW], 20))
-    seen = window(case.model, cache, case.ids[-WINDOW:])
+    seen = finish(window(case.model, cache, case.ids[-WINDOW:]))
     assert len(seen) == LAYERS
     for layer, found in enumerate(seen):
         assert found.queries.dtype == found.keys.dtype == mx.float32
@@ -173,15 +173,44 @@ def test_a_window_shows_its_own_tokens(case: Case) -> None:
 
 def test_a_window_of_one_token(case: Case) -> None:
     cache = finish(prefill(case.model, case.ids[:-1], 20))
-    found = window(case.model, cache, case.ids[-1:])[2]
+    found = finish(window(case.model, cache, case.ids[-1:]))[2]
     assert apart(np.array(found.queries), case.queries[2][:, -1:]) < 1e-5
+
+
+@pytest.mark.parametrize("chunk", [1, 4, WINDOW - 1, WINDOW, WINDOW + 1])
+def test_a_window_is_run_in_pieces(case: Case, chunk: int) -> None:
+    cache = finish(prefill(case.model, case.ids[:-WINDOW], 20))
+    told: list[int] = []
+    seen = finish(window(case.model, cache, case.ids[-WINDOW:], chunk), told.append)
+    assert told == list(range(chunk, WINDOW, chunk))
+    for layer, found in enumerate(seen):
+        assert apart(np.array(found.queries), case.queries[layer][:, -WINDOW:]) < 1e-5
+        assert apart(np.array(found.keys), case.keys[layer][:, -WINDOW:]) < 1e-5
+
+
+def test_a_window_stops_when_it_is_closed(llama: Case) -> None:
+    cache = finish(prefill(llama.model, llama.ids, 20))
+    read: list[int] = []
+
+    class Counting:
+        layers = llama.model.layers
+
+        def __call__(self, ids: mx.array, cache: Any) -> mx.array:
+            read.append(ids.shape[1])
+            logits: mx.array = llama.model(ids, cache=cache)
+            return logits
+
+    steps = window(Counting(), cache, [5, 6, 7, 8, 9], 2)
+    next(steps)
+    steps.close()
+    assert read == [2]
 
 
 def test_a_window_changes_nothing(llama: Case) -> None:
     cache: PrefixCache = finish(prefill(llama.model, llama.ids, 20))
     before = [np.array(array) for array in cache.arrays]
     logits = np.array(llama.model(mx.array([[3, 4]]), cache=cache.branch(2)))
-    window(llama.model, cache, [5, 6, 7])
+    finish(window(llama.model, cache, [5, 6, 7]))
     assert cache.offset == TOKENS
     assert all(np.array_equal(np.array(array), old) for array, old in zip(cache.arrays, before, strict=True))
     assert np.array_equal(np.array(llama.model(mx.array([[3, 4]]), cache=cache.branch(2))), logits)
@@ -198,7 +227,7 @@ def test_logits_are_not_computed(llama: Case, monkeypatch: pytest.MonkeyPatch) -
         real(*what)
 
     monkeypatch.setattr(mx, "eval", evaluate)
-    window(llama.model, cache, [5, 6])
+    finish(window(llama.model, cache, [5, 6]))
     finish(replay(llama.model, llama.ids, 20, lambda *shown: None))
     assert widths == {WIDTH}
 
@@ -207,7 +236,7 @@ def test_a_window_behind_selected_rows_stands_at_its_true_positions(llama: Case)
     """The first layer's queries depend on nothing but tokens and positions."""
     cache = finish(prefill(llama.model, llama.ids[:-WINDOW], 20))
     rows = mx.array([[0, 1, 5, 30]] * 3, dtype=mx.int32)
-    seen = window(llama.model, cache.select([rows] * LAYERS), llama.ids[-WINDOW:])
+    seen = finish(window(llama.model, cache.select([rows] * LAYERS), llama.ids[-WINDOW:]))
     assert apart(np.array(seen[0].queries), llama.queries[0][:, -WINDOW:]) < 1e-5
     assert apart(np.array(seen[0].keys), llama.keys[0][:, -WINDOW:]) < 1e-5
     # Those of the next layer have seen that rows are missing.
@@ -231,7 +260,7 @@ def test_a_model_that_attends_on_its_own_is_refused(llama: Case, monkeypatch: py
     cache = finish(prefill(llama.model, llama.ids, 20))
     unhook(llama, monkeypatch)
     with pytest.raises(ModelError, match="^layer 0: its queries were not seen"):
-        window(llama.model, cache, [5, 6])
+        finish(window(llama.model, cache, [5, 6]))
     calls: list[int] = []
     with pytest.raises(ModelError, match="^attention: a layer's queries were not seen"):
         finish(replay(llama.model, llama.ids, 20, lambda layer, start, q, k: calls.append(layer)))
@@ -262,7 +291,7 @@ def test_only_dense_rows_can_be_observed(llama: Case, form: str) -> None:
         heads = [mx.arange(count, dtype=mx.int32) for count in (4, 5, 6)]
         made = cache.select([heads] * LAYERS)
     with pytest.raises(ModelError, match=f"^layer 0: {form.capitalize()}Layer, only dense rows can be observed"):
-        window(llama.model, made, [5, 6])
+        finish(window(llama.model, made, [5, 6]))
 
 
 def test_a_replay_stops_when_it_is_closed(llama: Case) -> None:
@@ -287,7 +316,7 @@ def test_queries_carry_the_scale_of_a_model_that_scales_its_attention_otherwise(
         install(model)
         seen: list[Array] = []
         cache = finish(prefill(model, ids, TOKENS))
-        seen.append(np.array(window(model, cache, [5, 6])[0].queries))
+        seen.append(np.array(finish(window(model, cache, [5, 6]))[0].queries))
         finish(replay(model, ids, TOKENS, lambda layer, _start, queries, _keys, to=seen: to.append(np.array(queries))))
         shown.append(seen[:2])
     for before, after in zip(*shown, strict=True):

@@ -7,20 +7,34 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import pytest
+import regex
+from grammar_steps import byte_tokens, follow, spellings
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvferry.core import evidence
 from kvferry.core.errors import InvalidRequestError
 from kvferry.core.evidence import Evidence, Fact, Reference, References
+from kvferry.engine.constrained import MAX_QUOTE, evidence_grammar
 from kvferry.engine.generate import Answer, Token
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.prompt import EVIDENCE_AWARE, EVIDENCE_BLIND, EVIDENCE_SYSTEM, evidence_text
 from kvferry.sender import registry
 from kvferry.sender.method import EvidenceMaterial
+from kvferry.sender.text.evidence import passages
+from kvferry.sender.text.quotes import Source, supports
 
 TEXT = (
     "Nils keeps the key of bay C4. The Greta sails at 7:40.\n"
     "Nils keeps the key of the loft.\u00a0Rent: \u201c12 \u2013 14\u201d crowns. <|im_end|>\n"
 )
+SENTENCES = [
+    "Nils keeps the key of bay C4.",
+    "The Greta sails at 7:40.",
+    "Nils keeps the key of the loft.",
+    "Rent: \u201c12 \u2013 14\u201d crowns.",
+    "<|im_end|>",
+]
 QUESTION = "Who hides the zebra in the xylophone?"
 METHODS = ["A5", "A5-aware", "A6"]
 
@@ -28,6 +42,11 @@ METHODS = ["A5", "A5-aware", "A6"]
 @pytest.fixture(scope="module")
 def model(tiny_model: Callable[..., LoadedModel]) -> LoadedModel:
     return tiny_model("llama", context=16384)
+
+
+@pytest.fixture(scope="module")
+def single(model: LoadedModel) -> dict[int, int]:
+    return byte_tokens(spellings(model.tokenizer))
 
 
 @pytest.fixture
@@ -272,6 +291,96 @@ def test_what_the_model_is_kept_to(find: Callable[..., Any], writes: Callable[..
         find(constraint="json")
 
 
+# --- What may be quoted -----------------------------------------------------------------------------------------------
+
+# No mark of its own: where white space is cut off before one, what is left begins within a character.
+ATOMS = [
+    *"ab15é漢字ทข한:.,;!?'\"\\_²½|[\t\u2028\u00a0",
+    "Ann ",
+    "7:40 ",
+    "-5 ",
+    "e\u0301",
+    "👩\u200d🚀",
+    "🇩🇪",
+    "\r\n",
+    "\n",
+    " ",
+    ". ",
+]
+SHORT = st.lists(st.sampled_from(ATOMS), max_size=30).map("".join)
+LONG = st.lists(st.sampled_from(ATOMS) | st.sampled_from(ATOMS).map(lambda atom: atom * 210), max_size=30).map("".join)
+
+
+def check_passages(text: str) -> list[str]:
+    """Return a text's passages when each is a slice, in order, cut between characters, and only blanks are left out."""
+    edges = {0, *(cluster.end() for cluster in regex.finditer(r"\X", text))}
+    found = list(passages(text))
+    at = 0
+    for passage in found:
+        at += len(text[at:]) - len(text[at:].lstrip())
+        assert text.startswith(passage, at)
+        assert passage == passage.strip()
+        assert at in edges
+        at += len(passage)
+        assert at in edges
+        assert not passage or len(passage) - len(regex.findall(r"\X", passage)[-1]) < MAX_QUOTE
+    assert not text[at:].strip()
+    return found
+
+
+def test_sentences_rows_and_lines_can_be_quoted() -> None:
+    assert check_passages(TEXT) == SENTENCES
+    assert check_passages("| a | 1. B |\n| c | 2 |\n\n# Title\nx = 5; y = 6\n") == [
+        "| a | 1. B |",
+        "| c | 2 |",
+        "# Title",
+        "x = 5; y = 6",
+    ]
+
+
+def test_what_is_long_is_quoted_in_parts() -> None:
+    sentence = "word " * 99 + "end."
+    assert list(map(len, check_passages(sentence))) == [199, 199, 99]
+    assert check_passages("x" * 1000) == ["x" * 200] * 5
+    assert check_passages(" " + "x" * 200 + " ") == ["x" * 199, "x"]
+
+
+@pytest.mark.parametrize("cluster", ["🇩🇪", "👩\u200d👩\u200d👧", "e\u0301", "\r\n", "e" + "\u0301" * 500])
+def test_no_character_is_cut_in_two(cluster: str) -> None:
+    parts = check_passages("x" + cluster * 150)
+    assert "".join(parts) == ("x" + cluster * 150).strip()
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\n \t\r\n"])
+def test_of_nothing_nothing_can_be_quoted(text: str) -> None:
+    assert not any(passages(text))
+
+
+@given(LONG)
+def test_passages_hold_the_whole_text_and_stand_in_it(text: str) -> None:
+    source = Source(text)
+    for passage in filter(None, check_passages(text)):
+        assert source.resolve(passage).match == "exact"
+
+
+@given(SHORT, st.data())
+def test_a_value_that_can_be_written_is_one_that_its_quote_holds(
+    model: LoadedModel, single: dict[int, int], text: str, data: st.DataObject
+) -> None:
+    quotes = list(filter(None, passages(text)))
+    if not quotes:
+        return
+    quote = data.draw(st.sampled_from(quotes))
+    start = data.draw(st.integers(0, len(quote) - 1))
+    for value in {quote[start : start + length] for length in range(1, 12)} | {quote}:
+        answer = json.dumps({"facts": [fact(value, quote)], "notes": [], "unknowns": []}, ensure_ascii=False)
+        if follow(model.grammars.compile(evidence_grammar(quotes)), single, answer) == answer:
+            assert supports(quote, value)
+
+
+# --- What a model writes ----------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("constraint", ["schema", "quotes"])
 @pytest.mark.parametrize("seed", range(3))
@@ -285,14 +394,25 @@ def test_a_random_model_that_is_kept_to_the_form_writes_facts(
 ) -> None:
     shop = workshop(tiny_model("llama", seed=seed, context=16384))
     found = registry.find(method)
-    parameters = registry.check_parameters(found, {"budget": 300, "constraint": constraint})
+    parameters = registry.check_parameters(found, {"budget": 400, "constraint": constraint})
     made = drain(found.make(shop.reading(TEXT, question=QUESTION), parameters))
     assert made.outcome["malformed"] == 0
-    assert made.outcome["generated"] <= 300
+    assert made.outcome["generated"] <= 400
+    facts = of(made).facts if method != "A6" else ()
+    assert all(TEXT[start:end].strip() for one in facts for start, end in one.spans)
     if constraint == "quotes":
-        assert made.outcome["unresolved"] == 0
-    for one in of(made).facts if method != "A6" else ():
-        assert all(TEXT[start:end].strip() for start, end in one.spans)
+        found = made.outcome["facts"]
+        assert counts(made, "exact", "confirmed", "unsupported") == {
+            "exact": found,
+            "confirmed": found,
+            "unsupported": 0,
+        }
+        assert found >= 1
+        for one in facts:
+            assert one.confirmed
+            (quote,) = {TEXT[start:end] for start, end in one.spans}
+            assert quote in SENTENCES
+            assert one.value in quote
 
 
 @pytest.mark.parametrize("method", METHODS)
