@@ -117,5 +117,5 @@ class TestOwnGrid:
 
     def test_asks_small_models_for_short_answers(self) -> None:
         grid = grids.bundled()
-        assert grid.models == ("smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct")
-        assert grid.max_tokens == 48
+        assert grid.models == ("smollm2-135m-instruct", "qwen2.5-coder-1.5b-instruct")
+        assert grid.max_tokens == 32
