@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from kvferry.core import errors
+from kvferry.core import errors, evidence, words
+from kvferry.core.stored import Stored
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.prompt import DEFAULT_SYSTEM, LABELS, SUMMARY_SYSTEM
 
@@ -87,15 +89,22 @@ def test_evidence_from_document_to_answer(both: Any, pair_model: LoadedModel, co
     assert asked.ledger["wire_bytes"] == sent.end.wire_bytes
 
 
-def test_references_from_document_to_answer(both: Any, pair_model: LoadedModel) -> None:
+def test_references_from_document_to_answer(
+    both: Any, pair_model: LoadedModel, artifact: Callable[..., Stored]
+) -> None:
     sent = both.send(DOCUMENT, "A6", parameters={"budget": 400})
     assert (sent.end.method, sent.end.form) == ("A6", "references")
-    asked = both.ask(sent.end.artifact_id, QUESTION)
-    lookups = asked.ledger["lookups"]
-    # A random model's entities share a term with a question or they do not; either way the ledger says which.
-    assert lookups["hit"] is (lookups["calls"] > 0)
-    assert asked.ledger["wire_bytes"] == sent.end.wire_bytes + lookups["bytes"]
-    assert lookups["text_bytes"] <= 2000
+    same = artifact(pair_model, "A6", DOCUMENT, budget=400)
+    data = same.sections.read("document.references")
+    found = evidence.references_from_bytes("references", data, len(DOCUMENT)).references
+    named = next(item for item in found if words.terms(item.entity))
     prompt = pair_model.prompt
-    frame = len(prompt.prefix("", kind="document.excerpts")) + len(prompt.fresh(QUESTION))
-    assert (asked.ledger["tokens"]["receiver_prefill"] > frame) is lookups["hit"]
+    for question, hit in ((named.entity, True), ("\u2603 \u2603", False)):
+        ledger = both.ask(sent.end.artifact_id, question, sender=both.sender).ledger
+        lookups = ledger["lookups"]
+        assert (lookups["hit"], lookups["calls"], lookups["missing"]) == (hit, int(hit), [])
+        assert ledger["wire_bytes"] == sent.end.wire_bytes + lookups["bytes"]
+        frame = len(prompt.prefix("", kind="document.excerpts")) + len(prompt.fresh(question))
+        assert ledger["tokens"]["receiver_prefill"] == frame + ledger["tokens"]["material"]
+        assert (0 < lookups["text_bytes"] <= 2000) is hit
+        assert (ledger["tokens"]["material"] > 0) is hit
