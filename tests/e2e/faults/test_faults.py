@@ -185,7 +185,7 @@ def test_an_answer(house: Any, kept: Kept, long_text: str, role: str, fault: str
     artifact_id = long_text if stage == "reading" else kept.artifact_id
     victim, before = house.node(role), house.listed()
     options = {"max_tokens": 2500, "temperature": 1.0, "seed": next(numbers)}
-    with house.client(1.5) as client, client.stream(artifact_id, QUESTION, **options) as stream:
+    with house.client(4.0) as client, client.stream(artifact_id, QUESTION, **options) as stream:
         listener = Listener(stream)
         listener.start()
         if stage == "answering":
