@@ -15,9 +15,10 @@ MOST = 4096
 """Facts at most, and notes, and unknowns; reading ends before one more."""
 
 _FIELDS = ("entity", "attribute", "value", "quote")
+# No possessive groups, with which the library goes wrong before Python 3.11.5.
 _SPACE = r"[ \t\n\r]*+"
-_STRING = r'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*+"'
-_NUMBER = r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+"
+_STRING = r'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*"'
+_NUMBER = r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?"
 # What Python's parser takes for numbers and JSON does not is `foreign`.
 _VALUE = re.compile(
     rf"{_SPACE}(?:(?P<string>{_STRING})|(?P<open>[{{\[])|(?P<plain>{_NUMBER}|true|false)|(?P<null>null)"

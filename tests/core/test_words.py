@@ -21,6 +21,7 @@ from kvferry.core.words import concrete_share, terms
         ("snake_case getUserName HTTP", ["snake", "case", "get", "user", "name", "getusername", "http"]),
         ("EUR 11,750.00 and 3.14 at 7:30", ["eur", "11750.00", "and", "3.14", "at", "7:30"]),
         ("4417th 3.5mm B4", ["4417th", "3", "5mm", "b4"]),
+        ("is 4417. Then 1.2.3x, 7: 8", ["is", "4417", "then", "1", "2", "3x", "7", "8"]),
         ("don't l\u2019eau", ["don", "t", "l", "eau"]),
         ("Straße ÅNGSTRÖM \ufb01ne", ["strasse", "ångström", "fine"]),
         ("２０２６ ٤٤١٧ ４，５", ["2026", "4417", "45"]),
