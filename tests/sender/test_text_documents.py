@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -94,8 +95,13 @@ def test_summaries(
     check(first, method, model, document, 12)
 
 
-@pytest.mark.parametrize("constraint", ["quotes", "schema", "none"])
-@pytest.mark.parametrize("name", [*WRITTEN, *MADE])
+FEW = ("chinese", "emoji", "table", "blank", "control strings")
+
+
+@pytest.mark.parametrize(
+    ("name", "constraint"),
+    [*((name, "quotes") for name in [*WRITTEN, *MADE]), *itertools.product(FEW, ["schema", "none"])],
+)
 def test_evidence(
     workshop: Callable[..., Any], model: LoadedModel, documents: dict[str, str], name: str, constraint: str
 ) -> None:
