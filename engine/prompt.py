@@ -55,13 +55,17 @@ SUMMARY_AWARE = (
 """The question follows."""
 
 EVIDENCE_SYSTEM = "You list the facts of a document for a reader who cannot see it. Use only what the document says."
-_EVIDENCE_SHAPE = (
-    'Write a JSON object with the lists "facts", "notes" and "unknowns". Each fact has "entity", "attribute", "value" '
-    'and "quote": words of the document that hold the value, copied exactly.'
+_EVIDENCE_BLIND = "List the facts of the document: names, codes, numbers, dates and negations."
+_EVIDENCE_AWARE = "List the facts of the document that answer the question."
+_EVIDENCE_FIELDS = (
+    "Write JSON. For each fact give the entity, the attribute, the value, and a quote from the document that holds the "
+    "value."
 )
-EVIDENCE_BLIND = f"List the facts of the document: names, codes, numbers, dates and negations. {_EVIDENCE_SHAPE}"
-EVIDENCE_AWARE = f"List the facts of the document that answer the question. {_EVIDENCE_SHAPE}\n\nQuestion: "
-"""The question follows."""
+# Only where nothing else keeps a model to the form: the smallest ones copy such words in place of facts.
+_EVIDENCE_FORM = (
+    'The JSON is an object with the lists "facts", "notes" and "unknowns". Each fact has "entity", "attribute", '
+    '"value" and "quote". Quotes are copied exactly.'
+)
 UNCONFIRMED = " (not confirmed)"
 """Behind a fact whose quote is not the document's, or does not hold its value."""
 
@@ -69,6 +73,18 @@ _BEFORE_DOCUMENT = "Document:\n"
 _BEFORE_TASK = "\n\n"
 _BEFORE_QUESTION = "\n\nQuestion: "
 _SYSTEM_MARK, _DOCUMENT_MARK, _QUESTION_MARK = "\ue0001\ue000", "\ue0002\ue000", "\ue0003\ue000"
+
+
+def evidence_task(question: str | None, *, with_form: bool) -> str:
+    """Return what the sender's model is asked for evidence.
+
+    Args:
+        question: what the facts are for, or None for every concrete fact.
+        with_form: describe the JSON to be written, for a model that nothing else keeps to it.
+    """
+    parts = [_EVIDENCE_BLIND if question is None else _EVIDENCE_AWARE, _EVIDENCE_FIELDS]
+    task = " ".join([*parts, _EVIDENCE_FORM] if with_form else parts)
+    return task if question is None else f"{task}{_BEFORE_QUESTION}{question}"
 
 
 def evidence_text(evidence: Evidence) -> str:

@@ -20,7 +20,7 @@ from kvferry.core.progress import Progress
 from kvferry.core.wire import MethodInfo
 from kvferry.engine.constrained import MAX_QUOTE, Constraint, evidence_grammar
 from kvferry.engine.generate import Answer
-from kvferry.engine.prompt import EVIDENCE_AWARE, EVIDENCE_BLIND, EVIDENCE_SYSTEM, PromptBuilder, evidence_text
+from kvferry.engine.prompt import EVIDENCE_SYSTEM, PromptBuilder, evidence_task, evidence_text
 from kvferry.sender.method import EvidenceMaterial
 from kvferry.sender.reading import Reading
 from kvferry.sender.text import graphemes
@@ -68,7 +68,7 @@ class StructuredEvidence:
 
     def make(self, reading: Reading, parameters: EvidenceParameters) -> Generator[Progress, None, EvidenceMaterial]:
         """Find facts without looking at the question."""
-        found = yield from find_evidence(reading, EVIDENCE_BLIND, parameters)
+        found = yield from find_evidence(reading, None, parameters)
         return EvidenceMaterial(found.evidence, found.outcome)
 
 
@@ -92,15 +92,14 @@ class StructuredEvidenceAware:
         Raises:
             InvalidRequestError: when there is none.
         """
-        instruction = EVIDENCE_AWARE + reading.asked(self.info.id)
-        found = yield from find_evidence(reading, instruction, parameters)
+        found = yield from find_evidence(reading, reading.asked(self.info.id), parameters)
         return EvidenceMaterial(found.evidence, found.outcome)
 
 
 def find_evidence(
-    reading: Reading, instruction: str, parameters: EvidenceParameters
+    reading: Reading, question: str | None, parameters: EvidenceParameters
 ) -> Generator[Progress, None, Found]:
-    """Have the model write facts, and look their quotes up.
+    """Have the model write facts, for a question or all that are concrete, and look their quotes up.
 
     The budget caps what the model writes, form and quotes included, and what a reader's model is given to read.
 
@@ -114,7 +113,8 @@ def find_evidence(
     answer = Answer(NOTHING, (), "stop")
     # Asked for the facts of nothing, a model makes some up.
     if text.strip():
-        answer = yield from write(reading, EVIDENCE_SYSTEM, instruction, budget, _constraint(reading, parameters))
+        task = evidence_task(question, with_form=parameters.constraint == "none")
+        answer = yield from write(reading, EVIDENCE_SYSTEM, task, budget, _constraint(reading, parameters))
     cut = answer.finish_reason == "length"
     written = read_facts(answer.text, cut=cut)
     # Small models repeat themselves, and a reader gains nothing from that.

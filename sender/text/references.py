@@ -10,7 +10,6 @@ from collections.abc import Generator
 from kvferry.core import evidence
 from kvferry.core.progress import Progress
 from kvferry.core.wire import MethodInfo
-from kvferry.engine.prompt import EVIDENCE_BLIND
 from kvferry.sender.method import EvidenceMaterial
 from kvferry.sender.reading import Reading
 from kvferry.sender.text.evidence import EvidenceParameters, find_evidence
@@ -32,6 +31,6 @@ class EvidenceReferences:
 
     def make(self, reading: Reading, parameters: EvidenceParameters) -> Generator[Progress, None, EvidenceMaterial]:
         """Find facts without looking at the question, and keep their places."""
-        found = yield from find_evidence(reading, EVIDENCE_BLIND, parameters)
+        found = yield from find_evidence(reading, None, parameters)
         message = evidence.references(found.evidence)
         return EvidenceMaterial(message, found.outcome | {"references": len(message.references)})

@@ -98,17 +98,18 @@ def test_the_blind_prompt_has_no_place_for_a_question_and_the_aware_one_ends_wit
         assert words in prompts.SUMMARY_AWARE
 
 
-def test_evidence_is_asked_for_in_one_way_with_and_without_the_question() -> None:
-    assert prompts.EVIDENCE_AWARE.endswith("\n\nQuestion: ")
-    shared = prompts.EVIDENCE_BLIND.split(". ", 1)[1]
-    assert shared in prompts.EVIDENCE_AWARE
-    # What a model writes that is kept to the form is what one that is not is asked for.
-    assert [name for name in ("facts", "notes", "unknowns") if f'"{name}"' in shared] == ["facts", "notes", "unknowns"]
+@pytest.mark.parametrize("with_form", [True, False])
+def test_evidence_is_asked_for_in_one_way_with_and_without_the_question(*, with_form: bool) -> None:
+    blind = prompts.evidence_task(None, with_form=with_form)
+    aware = prompts.evidence_task("Who? {0}", with_form=with_form)
+    assert aware.endswith("\n\nQuestion: Who? {0}")
+    shared = blind.split(". ", 1)[0]
+    assert blind.removeprefix(shared) == "." + aware.split(".", 1)[1].removesuffix("\n\nQuestion: Who? {0}")
     fields = ("entity", "attribute", "value", "quote")
-    assert [shared.index(f'"{name}"') for name in fields] == sorted(shared.index(f'"{name}"') for name in fields)
-    assert all(
-        prompts.SUMMARY_BLIND.count(word) == 1 == prompts.EVIDENCE_BLIND.count(word) for word in ("codes", "dates")
-    )
+    assert [blind.index(name) for name in fields] == sorted(blind.index(name) for name in fields)
+    lists = [name for name in ("facts", "notes", "unknowns") if f'"{name}"' in blind]
+    assert lists == (["facts", "notes", "unknowns"] if with_form else [])
+    assert all(prompts.SUMMARY_BLIND.count(word) == 1 == blind.count(word) for word in ("codes", "dates"))
 
 
 def test_evidence_reads_as_one_line_a_statement() -> None:

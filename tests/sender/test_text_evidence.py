@@ -18,7 +18,7 @@ from kvferry.core.evidence import Evidence, Fact, Reference, References
 from kvferry.engine.constrained import MAX_QUOTE, evidence_grammar
 from kvferry.engine.generate import Answer, Token
 from kvferry.engine.model import LoadedModel
-from kvferry.engine.prompt import EVIDENCE_AWARE, EVIDENCE_BLIND, EVIDENCE_SYSTEM, evidence_text
+from kvferry.engine.prompt import EVIDENCE_SYSTEM, evidence_task, evidence_text
 from kvferry.sender import registry
 from kvferry.sender.method import EvidenceMaterial
 from kvferry.sender.text.evidence import passages
@@ -270,9 +270,9 @@ def test_blind_methods_never_see_the_question(
     for method in ("A5", "A6"):
         for question in (None, "", QUESTION, "Another?"):
             find(method, question=question)
-    assert [ids for ids, _, _ in asked] == [model.prompt.task(EVIDENCE_BLIND)] * 8
+    assert [ids for ids, _, _ in asked] == [model.prompt.task(evidence_task(None, with_form=False))] * 8
     find("A5-aware")
-    assert asked[8][0] == model.prompt.task(EVIDENCE_AWARE + QUESTION)
+    assert asked[8][0] == model.prompt.task(evidence_task(QUESTION, with_form=False))
 
 
 @pytest.mark.parametrize("question", [None, ""])
@@ -281,12 +281,17 @@ def test_aware_needs_a_question(find: Callable[..., Any], question: str | None) 
         find("A5-aware", question=question)
 
 
-def test_what_the_model_is_kept_to(find: Callable[..., Any], writes: Callable[..., list[Any]]) -> None:
+def test_what_the_model_is_kept_to(
+    find: Callable[..., Any], model: LoadedModel, writes: Callable[..., list[Any]]
+) -> None:
     asked = writes([])
     find(constraint="none")
     find(constraint="schema")
     find()
     assert [constraint is None for _, _, constraint in asked] == [True, False, False]
+    # What nothing keeps to the form is told it.
+    tasks = [evidence_task(None, with_form=told) for told in (True, False, False)]
+    assert [ids for ids, _, _ in asked] == [model.prompt.task(task) for task in tasks]
     with pytest.raises(InvalidRequestError, match="constraint: 'json'"):
         find(constraint="json")
 
