@@ -175,8 +175,10 @@ class Answerer:
     def _read(self, stored: Stored, message: Message | None) -> Generator[int, None, Preparation]:
         start = time.perf_counter()
         message = message or reconstruct.message(stored.manifest, stored.sections)
-        ids = self._model.prompt.prefix(message.text, message.system, message.kind)
-        material_tokens = self._model.prompt.count(message.text)
+        prompt = self._model.prompt
+        ids = prompt.prefix(message.text, message.system, message.kind)
+        # The material may be long, and is encoded once.
+        material_tokens = len(ids) - len(prompt.prefix("", message.system, message.kind))
         reconstruct_ms = _since(start)
         start = time.perf_counter()
         prefix: PrefixCache | list[Any]

@@ -122,8 +122,9 @@ def find_evidence(
     notes, unknowns = (tuple(filter(_fits, texts)) for texts in (written.notes, written.unknowns))
     facts = tuple(_resolved(text, distinct))
     whole = Evidence(facts, notes, unknowns, written.complete, "length" if cut else "stop")
-    evidence = _within(prompt, whole, budget)
-    return Found(evidence, _outcome(reading, written, evidence) | {"generated": len(answer.token_ids), "cap_hit": cut})
+    evidence, tokens = _within(prompt, whole, budget)
+    outcome = _outcome(reading, written, evidence, tokens)
+    return Found(evidence, outcome | {"generated": len(answer.token_ids), "cap_hit": cut})
 
 
 def _constraint(reading: Reading, parameters: EvidenceParameters) -> Constraint | None:
@@ -166,19 +167,19 @@ def _fits(*texts: str) -> bool:
     return all(len(text) <= limits.MAX_FACT_CHARACTERS for text in texts)
 
 
-def _within(prompt: PromptBuilder, evidence: Evidence, budget: int) -> Evidence:
-    """Return as much of the evidence as a reader's budget and the message's limits hold, from the beginning."""
-    while prompt.count(evidence_text(evidence)) > budget:
+def _within(prompt: PromptBuilder, evidence: Evidence, budget: int) -> tuple[Evidence, int]:
+    """Return as much of the evidence as a reader's budget holds, from the beginning, and the tokens that it takes."""
+    while (tokens := prompt.count(evidence_text(evidence))) > budget:
         # What is last was least on the model's mind.
         name = next(name for name in ("unknowns", "notes", "facts") if getattr(evidence, name))
         evidence = msgspec.structs.replace(evidence, **{name: getattr(evidence, name)[:-1]})
-    return evidence
+    return evidence, tokens
 
 
-def _outcome(reading: Reading, written: Written, evidence: Evidence) -> dict[str, Scalar]:
+def _outcome(reading: Reading, written: Written, evidence: Evidence, tokens: int) -> dict[str, Scalar]:
     facts = evidence.facts
     return {
-        "tokens": reading.model.prompt.count(evidence_text(evidence)),
+        "tokens": tokens,
         "checkpoint": reading.model.profile.model.weights.hex(),
         "facts": len(facts),
         "exact": sum(fact.match == "exact" for fact in facts),
