@@ -8,6 +8,7 @@ tiny_model           factory of loaded tiny models (``kvferry.engine.model.Loade
 random_model         factory of bare mlx-lm models of any architecture, seeded weights, nothing on disk; never shared
 tiny_tokenizer_dir   tokenizer.json and tokenizer_config.json, shared by the tiny models
 masked_logits        function: what a model says on mlx-lm's full cache where rows are masked out, head by head
+own_answer           function: the ids that a model chooses greedily on mlx-lm's own caches
 *_oracles            the modules of tests/oracles: selector, attention, budget, qfilter, quantisation
 ===================  ===================================================================================================
 
@@ -299,3 +300,29 @@ def masked_logits() -> Callable[..., Any]:
         return np.array(inner.embed_tokens.as_linear(inner.norm(hidden))[0])
 
     return run
+
+
+@pytest.fixture(scope="session")
+def own_answer() -> Callable[..., tuple[int, ...]]:
+    """Return a function: ``own_answer(model, prefix, fresh, max_tokens)``, greedy on mlx-lm's own caches.
+
+    The prefix is read in the model's chunks, what is fresh in one pass; the end of turn is left out.
+    """
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+
+    def answer(model: LoadedModel, prefix: Sequence[int], fresh: Sequence[int], max_tokens: int) -> tuple[int, ...]:
+        cache = make_prompt_cache(model.model)
+        for start in range(0, len(prefix), model.prefill_chunk):
+            mx.eval(model.model(mx.array([prefix[start : start + model.prefill_chunk]]), cache=cache))
+        chosen: list[int] = []
+        step = fresh
+        while len(chosen) < max_tokens:
+            token = int(mx.argmax(model.model(mx.array([step]), cache=cache)[0, -1]).item())
+            if token in model.tokenizer.eos_token_ids:
+                break
+            chosen.append(token)
+            step = [token]
+        return tuple(chosen)
+
+    return answer

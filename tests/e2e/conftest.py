@@ -33,10 +33,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import grpc
-import mlx.core as mx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from mlx_lm.models.cache import make_prompt_cache
 
 import kvferry.engine  # noqa: F401  (a real BLAS, before MLX)
 from kvferry.core import addresses, channel, config, rpc, serving, wire
@@ -441,22 +439,10 @@ def artifact(tmp_path: Path) -> Iterator[Callable[..., Stored]]:
 
 
 @pytest.fixture(scope="session")
-def local_answer() -> Callable[..., tuple[int, ...]]:
+def local_answer(own_answer: Callable[..., tuple[int, ...]]) -> Callable[..., tuple[int, ...]]:
     """Return a function: the ids that a model chooses greedily after document and question, on mlx-lm's caches."""
 
     def answer(model: LoadedModel, text: str, question: str, max_tokens: int = 8) -> tuple[int, ...]:
-        cache = make_prompt_cache(model.model)
-        prefix = model.prompt.prefix(text)
-        for start in range(0, len(prefix), model.prefill_chunk):
-            mx.eval(model.model(mx.array([prefix[start : start + model.prefill_chunk]]), cache=cache))
-        chosen: list[int] = []
-        step = model.prompt.fresh(question)
-        while len(chosen) < max_tokens:
-            token = int(mx.argmax(model.model(mx.array([step]), cache=cache)[0, -1]).item())
-            if token in model.tokenizer.eos_token_ids:
-                break
-            chosen.append(token)
-            step = [token]
-        return tuple(chosen)
+        return own_answer(model, model.prompt.prefix(text), model.prompt.fresh(question), max_tokens)
 
     return answer

@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 from kvferry.client import Answer, CancelledError, Client, ConfigError, IntegrityError, LookUpError
 from kvferry.core import addresses, authority, channel, container, tokens
@@ -75,21 +73,15 @@ def passages(*names: tuple[str, str]) -> str:
     return "\n".join(DOCUMENT[max(start - 40, 0) : end + 160] for start, end in ranges)
 
 
-def local(model: LoadedModel, text: str, question: str, max_tokens: int = 8) -> tuple[int, ...]:
-    """Answer from excerpts as the model itself does."""
-    cache = make_prompt_cache(model.model)
-    prefix = model.prompt.prefix(text, DEFAULT_SYSTEM, container.EXCERPTS)
-    for start in range(0, len(prefix), model.prefill_chunk):
-        mx.eval(model.model(mx.array([prefix[start : start + model.prefill_chunk]]), cache=cache))
-    chosen: list[int] = []
-    step = model.prompt.fresh(question)
-    while len(chosen) < max_tokens:
-        token = int(mx.argmax(model.model(mx.array([step]), cache=cache)[0, -1]).item())
-        if token in model.tokenizer.eos_token_ids:
-            break
-        chosen.append(token)
-        step = [token]
-    return tuple(chosen)
+@pytest.fixture(scope="module")
+def local(own_answer: Callable[..., tuple[int, ...]]) -> Callable[..., tuple[int, ...]]:
+    """Return a function: what a model itself answers from excerpts."""
+
+    def answer(model: LoadedModel, text: str, question: str, max_tokens: int = 8) -> tuple[int, ...]:
+        prefix = model.prompt.prefix(text, DEFAULT_SYSTEM, container.EXCERPTS)
+        return own_answer(model, prefix, model.prompt.fresh(question), max_tokens)
+
+    return answer
 
 
 class Given:
@@ -231,7 +223,9 @@ def proxy(sender: Any, background: Callable[[Coroutine[Any, Any, Any]], Any]) ->
 # Answers
 
 
-def test_the_answer_is_that_of_the_same_passages_read_locally(knowing: Ferry, model: LoadedModel) -> None:
+def test_the_answer_is_that_of_the_same_passages_read_locally(
+    knowing: Ferry, model: LoadedModel, local: Callable[..., tuple[int, ...]]
+) -> None:
     north, south = ("north warehouse", "access code"), ("south warehouse", "opening hours")
     texts = {
         CODE: passages(north, south),
@@ -275,7 +269,7 @@ def test_the_ledger_counts_what_crossed(
 
 
 def test_a_question_without_a_hit_asks_nobody(
-    sender: Any, proxy: Proxy, ferry: Callable[..., Ferry], model: LoadedModel
+    sender: Any, proxy: Proxy, ferry: Callable[..., Ferry], model: LoadedModel, local: Callable[..., tuple[int, ...]]
 ) -> None:
     answer = ferry(sender.address, look_up_at=proxy.address).ask(NOTHING)
     assert answer.token_ids == local(model, "", NOTHING)
@@ -305,7 +299,12 @@ def test_a_sender_that_is_no_address_is_refused(
 
 
 def test_over_tls_with_a_token(
-    here: Callable[..., Any], tiny_model_dir: Callable[..., Path], tmp_path: Path, stored: Stored, model: LoadedModel
+    here: Callable[..., Any],
+    tiny_model_dir: Callable[..., Path],
+    tmp_path: Path,
+    stored: Stored,
+    model: LoadedModel,
+    local: Callable[..., tuple[int, ...]],
 ) -> None:
     own, secrets = authority.create(), {name: tokens.new_secret() for name in ("me", "desk")}
     (tmp_path / "authority.pem").write_bytes(own.certificate)
@@ -369,7 +368,9 @@ def failed(error: LookUpError, sender: str, reason: str) -> None:
     assert error.message.endswith("; missing: north warehouse access code; south warehouse opening hours")
 
 
-def test_a_sender_that_is_gone(knowing: Ferry, sender: Any, model: LoadedModel) -> None:
+def test_a_sender_that_is_gone(
+    knowing: Ferry, sender: Any, model: LoadedModel, local: Callable[..., tuple[int, ...]]
+) -> None:
     text = knowing.client.send(text=DOCUMENT, method="A1")
     assert knowing.ask().ledger.lookups.count == 2
     sender.stop()

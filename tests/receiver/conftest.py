@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 import kvferry.engine  # noqa: F401  (a real BLAS, before MLX)
 from kvferry.core.ledger import Ledger, SenderAccount, to_json
@@ -118,24 +116,12 @@ def artifact(tmp_path: Path) -> Iterator[Callable[..., Stored]]:
 
 
 @pytest.fixture(scope="session")
-def local_answer() -> Callable[..., tuple[int, ...]]:
+def local_answer(own_answer: Callable[..., tuple[int, ...]]) -> Callable[..., tuple[int, ...]]:
     """Return a function: the ids that a model chooses greedily after document and question, on mlx-lm's caches."""
 
     def answer(
         model: LoadedModel, text: str, question: str, max_tokens: int = 6, system: str = DEFAULT_SYSTEM
     ) -> tuple[int, ...]:
-        cache = make_prompt_cache(model.model)
-        prefix = model.prompt.prefix(text, system)
-        for start in range(0, len(prefix), model.prefill_chunk):
-            mx.eval(model.model(mx.array([prefix[start : start + model.prefill_chunk]]), cache=cache))
-        chosen: list[int] = []
-        step = model.prompt.fresh(question)
-        while len(chosen) < max_tokens:
-            token = int(mx.argmax(model.model(mx.array([step]), cache=cache)[0, -1]).item())
-            if token in model.tokenizer.eos_token_ids:
-                break
-            chosen.append(token)
-            step = [token]
-        return tuple(chosen)
+        return own_answer(model, model.prompt.prefix(text, system), model.prompt.fresh(question), max_tokens)
 
     return answer

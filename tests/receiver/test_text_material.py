@@ -6,10 +6,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-import mlx.core as mx
 import msgspec
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 from kvferry.core import container
 from kvferry.core.errors import ContainerError
@@ -60,23 +58,13 @@ def prompt_ids(model: LoadedModel, label: str, text: str, question: str) -> list
     return opening + encode(text) + closing
 
 
-def greedy(model: LoadedModel, ids: list[int], max_tokens: int) -> tuple[int, ...]:
-    """Choose token after token on mlx-lm's own caches."""
-    cache = make_prompt_cache(model.model)
-    chosen: list[int] = []
-    step = ids
-    while len(chosen) < max_tokens:
-        token = int(mx.argmax(model.model(mx.array([step]), cache=cache)[0, -1]).item())
-        if token in model.tokenizer.eos_token_ids:
-            break
-        chosen.append(token)
-        step = [token]
-    return tuple(chosen)
-
-
 @pytest.mark.parametrize("method", LABELS)
 def test_answers_come_from_the_material_under_its_label(
-    bench: Callable[..., Any], artifact: Callable[..., Any], model: LoadedModel, method: str
+    bench: Callable[..., Any],
+    artifact: Callable[..., Any],
+    own_answer: Callable[..., tuple[int, ...]],
+    model: LoadedModel,
+    method: str,
 ) -> None:
     receiver = bench(model)
     given = {"budget": 40} if method in KINDS else {}
@@ -87,7 +75,7 @@ def test_answers_come_from_the_material_under_its_label(
         answer, ledger = receiver.ask(stored, question)
         ids = prompt_ids(model, LABELS[method], text, question)
         assert ledger.tokens.receiver_prefill == len(ids)
-        assert answer.token_ids == greedy(model, ids, 6)
+        assert answer.token_ids == own_answer(model, [], ids, 6)
     # The prompt's own words, and at most the budget.
     frame = len(prompt_ids(model, LABELS[method], "", question))
     assert len(ids) - frame <= (40 if method in KINDS else len(ids))
