@@ -119,8 +119,13 @@ def bundled() -> AnswerGrid:
     return load(Path(str(files("kvferry.ablations").joinpath("grids", "answers.toml"))))
 
 
-def choose(documents: Sequence[Examined], names: Sequence[str]) -> tuple[Examined, ...]:
+def choose(documents: Sequence[Examined], names: Sequence[str], first: int | None = None) -> tuple[Examined, ...]:
     """Return the documents of these names, all of them where no name is given.
+
+    Args:
+        documents: those that there are.
+        names: of those to return.
+        first: most questions of each, from its first on; None for all.
 
     Raises:
         InvalidRequestError: naming the document that is not there, and those that are.
@@ -129,4 +134,5 @@ def choose(documents: Sequence[Examined], names: Sequence[str]) -> tuple[Examine
     for name in names:
         if name not in known:
             raise InvalidRequestError(f"document: {name!r} is not one of {', '.join(known)}", field="document")
-    return tuple(known[name] for name in dict.fromkeys(names)) if names else tuple(documents)
+    chosen = [known[name] for name in dict.fromkeys(names)] if names else documents
+    return tuple(replace(document, questions=document.questions[:first]) for document in chosen)

@@ -38,7 +38,9 @@ from kvferry.sender import registry
 EXPERIMENT = "answers"
 
 
-def run(grid: AnswerGrid, documents: Sequence[Examined], records: Path, advance: Advance) -> list[Record]:
+def run(
+    grid: AnswerGrid, documents: Sequence[Examined], records: Path, advance: Advance, *, recorded: bool = False
+) -> list[Record]:
     """Ask every question of every document by every setting; finished cells are taken from ``records``.
 
     Args:
@@ -46,6 +48,7 @@ def run(grid: AnswerGrid, documents: Sequence[Examined], records: Path, advance:
         documents: what is asked about.
         records: the JSON-lines file.
         advance: told what happens and which share of the whole is done.
+        recorded: whether to run nothing and leave out what is not finished.
 
     Raises:
         UnknownMethodError: naming a method that this version does not have, before anything is run.
@@ -60,7 +63,9 @@ def run(grid: AnswerGrid, documents: Sequence[Examined], records: Path, advance:
     # The second model's absence must not show after an hour with the first.
     for name in grid.models:
         model_store.resolve(name)
-    return runner.run([(name, grid.cells(name, documents)) for name in grid.models], file, open_bench, advance)
+    return runner.run(
+        [(name, grid.cells(name, documents)) for name in grid.models], file, open_bench, advance, recorded=recorded
+    )
 
 
 @contextlib.contextmanager

@@ -52,13 +52,14 @@ from kvferry.sender.reading import Reading
 EXPERIMENT = "methods"
 
 
-def run(grid: Grid, records: Path, advance: Advance) -> list[Record]:
+def run(grid: Grid, records: Path, advance: Advance, *, recorded: bool = False) -> list[Record]:
     """Run a grid; finished cells are taken from ``records``.
 
     Args:
         grid: what to run.
         records: the JSON-lines file.
         advance: told what happens and which share of the whole is done.
+        recorded: whether to run nothing and leave out what is not finished.
 
     Raises:
         InvalidRequestError: naming a parameter that its method does not take, before anything is run.
@@ -70,7 +71,9 @@ def run(grid: Grid, records: Path, advance: Advance) -> list[Record]:
     # The second model's absence must not show after an hour with the first.
     for model in grid.models:
         model_store.resolve(model.name)
-    return runner.run([(model.name, grid.cells(model)) for model in grid.models], file, open_bench, advance)
+    return runner.run(
+        [(model.name, grid.cells(model)) for model in grid.models], file, open_bench, advance, recorded=recorded
+    )
 
 
 @contextlib.contextmanager

@@ -69,6 +69,8 @@ def run(
     file: RecordFile,
     open_bench: Callable[[str], AbstractContextManager[Bench[CellType]]],
     advance: Advance,
+    *,
+    recorded: bool = False,
 ) -> list[Record]:
     """Run what is not finished yet.
 
@@ -77,6 +79,7 @@ def run(
         file: where records go; finished cells found there are not run again.
         open_bench: loads a model.
         advance: told what happens and which share of the whole is done.
+        recorded: whether to run nothing and leave out what is not finished.
 
     Returns:
         The newest record of every cell, in the order given. A cell that is given twice is one.
@@ -95,7 +98,11 @@ def run(
                 advance(cell.describe(), done / total)
                 identity = cell_id(cell, bench.model, origin)
                 if identity not in records:
-                    records[identity] = file.finished(identity) or _run_cell(cell, bench, identity, file, origin)
+                    found = file.finished(identity)
+                    if found is None and not recorded:
+                        found = _run_cell(cell, bench, identity, file, origin)
+                    if found is not None:
+                        records[identity] = found
                 done += 1
     advance("", 1.0)
     return list(records.values())

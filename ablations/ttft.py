@@ -24,7 +24,7 @@ from kvferry.core.errors import PeerError
 from kvferry.core.progress import finish
 from kvferry.engine import model_store
 from kvferry.engine.cache import PrefixCache
-from kvferry.engine.generate import Sampling
+from kvferry.engine.generate import Sampling, last_logits
 from kvferry.engine.model import LoadedModel, load
 
 LENGTHS = (256, 512, 1024)
@@ -149,7 +149,7 @@ def _time_local(model: LoadedModel, prefix: PrefixCache) -> float:
 def _time_file(model: LoadedModel, file: Path) -> float:
     start = time.perf_counter()
     cache = load_prompt_cache(str(file))
-    mx.argmax(model.forward(model.prompt.fresh(QUESTION), cache)[-1]).item()
+    mx.argmax(last_logits(model.model, model.prompt.fresh(QUESTION), cache)).item()
     return (time.perf_counter() - start) * 1000
 
 

@@ -29,6 +29,7 @@ def command() -> None:
 def _grid_options(function: _Command) -> _Command:
     """Add what every experiment takes."""
     for option in (
+        click.option("--recorded", is_flag=True, help="Run nothing; show and write what is recorded."),
         click.option("--model", "models", multiple=True, help="Instead of the grid's models; may be repeated."),
         click.option("--results", type=_PATH, help="Markdown document whose tables are to be written."),
         click.option("--out", type=_PATH, help="JSON-lines file of records; by default in the user's data."),
@@ -42,7 +43,13 @@ def _grid_options(function: _Command) -> _Command:
 @_grid_options
 @output.json_option
 def methods(
-    grid: Path | None, out: Path | None, results: Path | None, models: tuple[str, ...], *, as_json: bool
+    *,
+    grid: Path | None,
+    out: Path | None,
+    results: Path | None,
+    models: tuple[str, ...],
+    recorded: bool,
+    as_json: bool,
 ) -> None:
     """Judge every method's cache against the dense one: fidelity, bytes and times."""
     from kvferry.ablations import grid as grids
@@ -55,7 +62,8 @@ def methods(
         chosen = chosen.with_models(models)
     out = _records_file(out, experiment.EXPERIMENT)
     with output.progress_share("methods") as advance:
-        records = experiment.run(chosen, out, advance)
+        records = experiment.run(chosen, out, advance, recorded=recorded)
+    _check_found(records, out)
     if results:
         words = ["kvferry ablate methods", *_file("--grid", grid), *_repeated("--model", models)]
         write(results, experiment.EXPERIMENT, tables.markdown(records, " ".join(words)))
@@ -71,6 +79,7 @@ def methods(
 @click.option("--questions", type=_PATH, help="Folder of documents and questions; by default kvferry's own.")
 @click.option("--method", "chosen_methods", multiple=True, help="Id of the only methods to run; may be repeated.")
 @click.option("--document", "names", multiple=True, help="Name of the only documents to ask about; may be repeated.")
+@click.option("--first", type=click.IntRange(min=1), help="Most questions of each document, from its first on.")
 @output.json_option
 def answers(
     *,
@@ -78,9 +87,11 @@ def answers(
     out: Path | None,
     results: Path | None,
     models: tuple[str, ...],
+    recorded: bool,
     questions: Path | None,
     chosen_methods: tuple[str, ...],
     names: tuple[str, ...],
+    first: int | None,
     as_json: bool,
 ) -> None:
     """Ask questions whose answers are known, from each method's message: right answers, bytes and times.
@@ -96,10 +107,11 @@ def answers(
     chosen = grids.load(grid) if grid else grids.bundled()
     chosen = chosen.with_models(models) if models else chosen
     chosen = chosen.with_methods(chosen_methods) if chosen_methods else chosen
-    documents = grids.choose(sets.load(questions) if questions else sets.bundled(), names)
+    documents = grids.choose(sets.load(questions) if questions else sets.bundled(), names, first)
     out = _records_file(out, experiment.EXPERIMENT)
     with output.progress_share("answers") as advance:
-        records = experiment.run(chosen, documents, out, advance)
+        records = experiment.run(chosen, documents, out, advance, recorded=recorded)
+    _check_found(records, out)
     if results:
         words = [
             "kvferry ablate answers",
@@ -108,6 +120,7 @@ def answers(
             *_repeated("--model", models),
             *_repeated("--method", chosen_methods),
             *_repeated("--document", names),
+            *_count("--first", first),
         ]
         write(results, experiment.EXPERIMENT, tables.markdown(records, " ".join(words)))
         output.remark(f"results: {results}")
@@ -122,6 +135,14 @@ def _records_file(given: Path | None, experiment: str) -> Path:
     out = given or models_home().parent / "ablations" / f"{experiment}.jsonl"
     output.remark(f"records: {out}")
     return out
+
+
+def _check_found(records: list[Record], out: Path) -> None:
+    """Refuse to make a table of nothing, which only ``--recorded`` can ask for."""
+    from kvferry.core.errors import StoreError
+
+    if not records:
+        raise StoreError(f"{out}: no finished cell of this grid with this version on this machine", path=str(out))
 
 
 def _show(records: list[Record], out: Path, table: list[tuple[str, ...]], *, as_json: bool) -> None:
@@ -141,6 +162,10 @@ def _leave(failed: list[str]) -> None:
 
 def _file(option: str, path: Path | None) -> list[str]:
     return [option, path.name] if path else []
+
+
+def _count(option: str, value: int | None) -> list[str]:
+    return [option, str(value)] if value else []
 
 
 def _repeated(option: str, values: tuple[str, ...]) -> list[str]:

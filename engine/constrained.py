@@ -1,4 +1,4 @@
-"""Answers that follow a grammar: at each step the tokens that would leave it are masked out.
+"""Answers that follow a grammar: the tokens that would leave it are masked out, and what must follow is not asked for.
 
 llguidance says which tokens those are; everything else is here. The bit mask is made on the CPU and applied as one
 array operation, not by the library's own kernels, so every back end gives the same answer.
@@ -19,6 +19,7 @@ import regex
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from kvferry.core.errors import ModelError
+from kvferry.engine.content import ContentEncoder
 
 MAX_FACTS = 64
 """Most facts in one answer: what ends a small model that repeats itself."""
@@ -77,9 +78,10 @@ class Grammar:
 class Constraint:
     """Keeps one answer within a grammar."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: int, ends: tuple[int, ...]) -> None:
+    def __init__(self, matcher: LLMatcher, vocabulary: int, ends: tuple[int, ...], encoder: ContentEncoder) -> None:
         """Begin an answer; ``GrammarCompiler`` does."""
         self._matcher = matcher
+        self._encoder = encoder
         self._vocabulary = vocabulary
         self._ends = np.array(ends, dtype=np.int64)
         self._ended = False
@@ -117,6 +119,22 @@ class Constraint:
         elif self._ended or not self._matcher.consume_token(token):
             raise ModelError(f"grammar: token {token} leaves it")
 
+    def accept_forced(self, most: int) -> list[int]:
+        """Go on by what only one text can follow, as the tokenizer spells it, and return the ids: at most ``most``.
+
+        The last token of that text is left to the model, which may spell it together with what comes then.
+        """
+        forced = b"" if self._ended else self._matcher.compute_ff_bytes()
+        try:
+            ids = self._encoder.encode(forced.decode("utf-8"))[:-1][:most]
+        except UnicodeDecodeError:
+            # The text before ends within a character, and the next token is no text by itself.
+            return []
+        ids = ids[: self._matcher.validate_tokens(ids)]
+        for token in ids:
+            self.accept(token)
+        return ids
+
 
 class GrammarCompiler:
     """Makes constraints for one model. Building it reads the whole vocabulary, which takes a second or two."""
@@ -127,6 +145,7 @@ class GrammarCompiler:
         Raises:
             ModelError: when the library does not know its kind.
         """
+        self._encoder = ContentEncoder(tokenizer)
         backend = tokenizer.backend_tokenizer
         state = json.loads(backend.to_str())
         for token in state["added_tokens"]:
@@ -151,7 +170,7 @@ class GrammarCompiler:
         if matcher.is_error():
             # What follows on other lines is the grammar, which may hold a document.
             raise ModelError(f"grammar: {matcher.get_error().partition(chr(10))[0]}")
-        return Constraint(matcher, self._tokens.vocab_size, self._ends)
+        return Constraint(matcher, self._tokens.vocab_size, self._ends, self._encoder)
 
     def compile_schema(self, schema: Mapping[str, Any]) -> Constraint:
         """Return a constraint for one answer that is JSON without white space, keys in the schema's order.

@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import apply_top_p
 
 from kvferry.core.errors import InvalidRequestError, ModelError
+from kvferry.engine import head
 from kvferry.engine.constrained import Constraint
 from kvferry.engine.prefill import DEFAULT_PREFILL_CHUNK
 from kvferry.engine.tensors import scalar
@@ -91,6 +92,12 @@ def forward(model: Any, ids: Sequence[int], caches: Sequence[Any]) -> mx.array:
     return logits[0]
 
 
+def last_logits(model: Any, ids: Sequence[int], caches: Sequence[Any]) -> mx.array:
+    """Run fresh tokens as ``forward`` does, and return the logits [V] of the last one."""
+    with head.last_row_only(model):
+        return forward(model, ids, caches)[-1]
+
+
 def generate(
     model: Any,
     tokenizer: Any,
@@ -112,6 +119,7 @@ def generate(
         caches: one cache a layer, a branch or mlx-lm's own; they take the question's and the answer's rows.
         sampling: how tokens are chosen.
         constraint: what the answer must keep to, fresh and used up by it; a whole one that nothing can follow ends it.
+            Where only one text can follow, the model reads it and is not asked.
         chunk: most tokens of the question a forward pass. One that is no longer is read in one.
 
     Yields:
@@ -129,22 +137,23 @@ def generate(
     step = yield from _read_to_last_piece(model, ids, caches, chunk)
     while len(chosen) < sampling.max_tokens:
         key, subkey = mx.random.split(key)
-        logits = forward(model, step, caches)[-1]
+        logits = last_logits(model, step, caches)
         if constraint is not None:
             logits = constraint.mask(logits)
-        token = int(scalar(_choose(logits, sampling, subkey)))
-        if token in ends:
+        step = [int(scalar(_choose(logits, sampling, subkey)))]
+        if step[0] in ends:
             finish = "stop"
             break
-        chosen.append(token)
-        detokenizer.add_token(token)
         if constraint is not None:
-            constraint.accept(token)
-        yield Token(token, detokenizer.last_segment)
+            constraint.accept(step[0])
+            step += constraint.accept_forced(sampling.max_tokens - len(chosen) - 1)
+        for token in step:
+            chosen.append(token)
+            detokenizer.add_token(token)
+            yield Token(token, detokenizer.last_segment)
         if constraint is not None and constraint.finished:
             finish = "stop"
             break
-        step = [token]
     detokenizer.finalize()
     tail = detokenizer.last_segment
     if tail:

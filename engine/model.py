@@ -19,7 +19,7 @@ from kvferry.core.compat import LayerGeometry, Profile
 from kvferry.core.errors import ContextOverflowError, ModelError
 from kvferry.core.manifest import Model
 from kvferry.engine import attention as attention_hook
-from kvferry.engine import fingerprint, rope
+from kvferry.engine import fingerprint, head, rope
 from kvferry.engine.backend import check_compiler
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.constrained import Constraint, GrammarCompiler
@@ -240,6 +240,7 @@ def _attach(
     if not unsupported:
         unsupported, hooked = _self_test(model, cache)
         attention = attention or hooked
+    vocabulary = _install_head(model)
     profile = Profile(
         model=identity,
         tokenizer=fingerprint.tokenizer_identity(tokenizer),
@@ -250,8 +251,7 @@ def _attach(
         context_length=int(context or _DEFAULT_CONTEXT),
         max_payload_bytes=max_payload_bytes,
         unsupported=unsupported,
-        # Its shape is known before anything is computed.
-        vocabulary=int(model(mx.array([_SELF_TEST_IDS], dtype=mx.uint32)).shape[-1]),
+        vocabulary=vocabulary,
         attention=attention,
     )
     return profile, probe.rotations
@@ -270,6 +270,18 @@ def _row_bound(model: Any) -> str:
         if any(getattr(part, "block_sparse", False) for _, part in layer.named_modules()):
             return f"layer {index}: block-sparse attention goes by a row's index, so rows cannot be removed"
     return ""
+
+
+def _install_head(model: Any) -> int:
+    """Have the model compute its last logits alone, where these are then the same. Return how many they are."""
+    ids = mx.array([_SELF_TEST_IDS], dtype=mx.uint32)
+    logits = model(ids)[0]
+    head.install(model)
+    with head.last_row_only(model):
+        last = model(ids)[0]
+    if _compare(logits[-1:], last, "the last row alone"):
+        head.remove(model)
+    return int(logits.shape[-1])
 
 
 def _self_test(model: Any, cache: list[Any]) -> tuple[str, str]:

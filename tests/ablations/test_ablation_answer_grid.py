@@ -61,6 +61,10 @@ def test_other_methods_take_the_grids_settings_or_their_defaults(load: Callable[
 def test_documents_are_chosen_by_name() -> None:
     assert grids.choose((FIRST, SECOND), ()) == (FIRST, SECOND)
     assert grids.choose((FIRST, SECOND), ("two", "two")) == (SECOND,)
+    assert [document.questions for document in grids.choose((FIRST, SECOND), (), 1)] == [
+        FIRST.questions[:1],
+        SECOND.questions[:1],
+    ]
     with pytest.raises(InvalidRequestError, match=r"^document: 'three' is not one of one, two$"):
         grids.choose((FIRST, SECOND), ("two", "three"))
 

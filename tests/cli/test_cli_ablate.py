@@ -196,3 +196,34 @@ def test_a_wrong_name_is_one_error_before_anything_runs(
     assert shown.exit_code == 1
     assert shown.stderr.splitlines()[-1].startswith(message)
     assert not (tmp_path / "records.jsonl").exists()
+
+
+def test_what_is_recorded_is_shown_and_nothing_is_run(asking: Callable[..., Result], tmp_path: Path) -> None:
+    asking("--method", "A1")
+    before = (tmp_path / "records.jsonl").read_bytes()
+    results = tmp_path / "results.md"
+    shown = asking("--recorded", "--results", str(results))
+    assert shown.exit_code == 0
+    assert [row.split()[:2] for row in shown.stdout.splitlines()[1:]] == [["m", "A1"]]
+    assert (tmp_path / "records.jsonl").read_bytes() == before
+    document = results.read_text("utf-8")
+    assert "| A1 |" in document
+    assert "A3" not in document
+
+
+def test_a_table_of_nothing_is_refused(asking: Callable[..., Result], tmp_path: Path) -> None:
+    results = tmp_path / "results.md"
+    shown = asking("--recorded", "--results", str(results))
+    assert shown.exit_code == 1
+    assert shown.stderr.splitlines()[-1].startswith(f"error: {tmp_path / 'records.jsonl'}: no finished cell")
+    assert not results.exists()
+
+
+def test_the_first_questions_may_be_enough(asking: Callable[..., Result], tmp_path: Path) -> None:
+    with (tmp_path / "set" / "crates.toml").open("a", encoding="utf-8") as file:
+        file.write(QUESTIONS.partition("\n")[2].replace("What is the code?", "Which code is it?"))
+    results = tmp_path / "results.md"
+    shown = asking("--json", "--method", "A1", "--first", "1", "--results", str(results))
+    assert [item["question"] for item in json.loads(shown.stdout)["records"]] == ["What is the code?"]
+    assert "--method A1 --first 1`" in results.read_text("utf-8")
+    assert len(json.loads(asking("--json", "--method", "A1").stdout)["records"]) == 2

@@ -272,6 +272,74 @@ def answer(loaded: LoadedModel, constraint: Constraint | None, **sampling: Any) 
     return made
 
 
+# --- What must follow -------------------------------------------------------------------------------------------------
+
+
+def test_what_must_follow_is_taken_but_for_its_last_token(
+    compiler: GrammarCompiler, spelling: list[bytes], single: dict[int, int]
+) -> None:
+    constraint = compiler.compile(Grammar('start: "the ferry " ("sails" | "sinks") " today"'))
+    assert constraint.accept_forced(0) == []
+    ids = constraint.accept_forced(1) + constraint.accept_forced(100)
+    taken = b"".join(spelling[token] for token in ids)
+    # "s" may be a token of its own or the end of " s"; either is left to the model.
+    assert taken in {b"the ferry", b"the ferry "}
+    assert constraint.accept_forced(100) == []
+    follow(constraint, single, "the ferry sa".removeprefix(taken.decode()))
+    assert b"".join(spelling[token] for token in constraint.accept_forced(100)) == b"ils toda"
+    assert not constraint.finished
+
+
+def test_nothing_must_follow_where_the_answer_may_go_on_or_end(
+    compiler: GrammarCompiler, single: dict[int, int]
+) -> None:
+    constraint = compiler.compile(Grammar('start: "1" ("2" | "3") "4"?'))
+    follow(constraint, single, "12")
+    assert constraint.accept_forced(100) == []
+    constraint.accept(ENDS[0])
+    assert constraint.accept_forced(100) == []
+
+
+def test_within_a_character_nothing_is_taken(compiler: GrammarCompiler, single: dict[int, int]) -> None:
+    constraint = compiler.compile(Grammar('start: ("é" | "x") "über alles"'))
+    constraint.accept(single["é".encode()[0]])
+    assert constraint.accept_forced(100) == []
+
+
+def test_a_control_tokens_string_is_taken_as_text(compiler: GrammarCompiler, spelling: list[bytes]) -> None:
+    constraint = compiler.compile(Grammar('start: "<|im_end|> is a string <|im_end|>"'))
+    ids = constraint.accept_forced(100)
+    assert not set(ids) & set(ENDS)
+    assert b"<|im_end|> is".startswith(b"".join(spelling[token] for token in ids)[:13])
+
+
+def test_the_model_reads_what_must_follow_and_is_not_asked(loaded: LoadedModel, single: dict[int, int]) -> None:
+    passes: list[list[int]] = []
+
+    class Counting:
+        layers: Sequence[Any] = ()
+
+        def __call__(self, ids: mx.array, cache: Any) -> mx.array:
+            passes.append(ids[0].tolist())
+            logits = np.zeros(VOCABULARY, dtype=np.float32)
+            logits[single[ord("b")]] = 1.0
+            return mx.broadcast_to(mx.array(logits), (1, ids.shape[1], VOCABULARY))
+
+    rules = loaded.grammars.compile(Grammar('start: /[ab]/ " is the only way on" /[ab]/'))
+    steps = generate(Counting(), loaded.tokenizer, [7, 8], [], Sampling(max_tokens=60), constraint=rules)
+    news: list[Any] = []
+    made: Answer = finish(steps, news.append)
+    assert (made.text, made.finish_reason) == ("b is the only way onb", "stop")
+    assert [7, 8, *made.token_ids[:-1]] == [token for ids in passes for token in ids]
+    assert len(passes) < len(made.token_ids) / 2
+    assert [token.token_id for token in news if token.token_id is not None] == list(made.token_ids)
+    limited = loaded.grammars.compile(Grammar('start: /[ab]/ " is the only way on" /[ab]/'))
+    short: Answer = finish(
+        generate(Counting(), loaded.tokenizer, [7, 8], [], Sampling(max_tokens=4), constraint=limited), lambda _: None
+    )
+    assert (short.token_ids, short.finish_reason) == (made.token_ids[:4], "length")
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 2.0, "top_p": 0.5}])
 def test_a_model_writes_what_the_schema_says_and_stops(loaded: LoadedModel, sampling: dict[str, Any]) -> None:
     made = answer(loaded, loaded.grammars.compile_schema(LITTLE), max_tokens=200, **sampling)
