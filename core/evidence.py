@@ -65,8 +65,8 @@ class Evidence(_Record, frozen=True):
     Attributes:
         facts: in the order of writing.
         notes, unknowns: remarks, and what the document does not say; neither has a place.
-        complete: False when the model was stopped, or wrote what cannot be read to its end.
-        stop: why it ended: the model ended its turn, or its budget was used up.
+        complete: False when the model was stopped, wrote what cannot be read to its end, or more than the budget holds.
+        stop: why it ended: the model ended its turn, or the budget was used up.
     """
 
     facts: Many[Fact]

@@ -8,10 +8,11 @@ Control tokens are never part of an answer: neither the special ones, nor those 
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -47,6 +48,8 @@ _LIMITS = LLParserLimits(
 _ESCAPES = 'nrtbf\\"'
 _FIRST = r'([^"\\\x00-\x1F\p{White_Space}\p{Default_Ignorable_Code_Point}]|\\["\\])'
 _NEXT = r'([^"\\\x00-\x1F]|\\(["\\bfnrt]|u00[01][0-9a-f]))'
+_WORD = r"[\p{L}\p{M}\p{N}]+"
+_ATTRIBUTE = rf"/{_WORD}([ _'\u{{2019}}-]{_WORD}){{0,3}}/ & /(?s:.){{1,40}}/"
 _QUOTABLE = regex.compile(r"[^\x00-\x1F\p{White_Space}\p{Default_Ignorable_Code_Point}]", regex.V1)
 # Where a word of UAX #29 ends and a number does not: in a time, behind a sign, at a power, an index or a fraction.
 _WITHIN_NUMBER = r"""
@@ -75,7 +78,24 @@ class Grammar:
     source: str
 
 
-class Constraint:
+class Constraint(Protocol):
+    """What keeps one answer to something, token by token."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer is whole and nothing can follow."""
+
+    def mask(self, logits: mx.array) -> mx.array:
+        """Return logits [V], minus infinity for every token that must not come next."""
+
+    def accept(self, token: int) -> None:
+        """Go on after a token."""
+
+    def accept_forced(self, most: int) -> list[int]:
+        """Go on by tokens that nobody needs to be asked for, and return them: at most ``most``."""
+
+
+class GrammarConstraint:
     """Keeps one answer within a grammar."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: int, ends: tuple[int, ...], encoder: ContentEncoder) -> None:
@@ -126,13 +146,67 @@ class Constraint:
         """
         forced = b"" if self._ended else self._matcher.compute_ff_bytes()
         try:
-            ids = self._encoder.encode(forced.decode("utf-8"))[:-1][:most]
+            # Half a character at the end is held back.
+            text = codecs.getincrementaldecoder("utf-8")().decode(forced)
         except UnicodeDecodeError:
             # The text before ends within a character, and the next token is no text by itself.
             return []
-        ids = ids[: self._matcher.validate_tokens(ids)]
+        ids = self._encoder.encode(text)[:-1][:most]
+        if self._matcher.validate_tokens(ids) < len(ids):
+            # A tokenizer that normalises, or puts a space before every text, spells another one.
+            return []
         for token in ids:
             self.accept(token)
+        return ids
+
+
+class Chain:
+    """Keeps one answer to grammars one after the other, each made when the text before it is known."""
+
+    def __init__(self, compiler: GrammarCompiler, grammars: Generator[Grammar, str, None]) -> None:
+        """Begin an answer.
+
+        Args:
+            compiler: of the model that answers.
+            grammars: yields each grammar, at least one, and is sent the whole text so far. All but the last must end
+                where nothing can follow; nothing follows the last.
+
+        Raises:
+            ModelError: when a grammar is wrong, here and later.
+        """
+        self._compiler = compiler
+        self._grammars = grammars
+        self._ids: list[int] = []
+        self._current = compiler.compile(next(grammars))
+        self._ended = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last grammar's text is whole."""
+        return self._ended
+
+    def mask(self, logits: mx.array) -> mx.array:
+        """Return the logits under the grammar of now; see ``GrammarConstraint.mask``."""
+        return self._current.mask(logits)
+
+    def accept(self, token: int) -> None:
+        """Go on after a token, to the next grammar where it ends one.
+
+        Raises:
+            ModelError: when the grammar does not allow it.
+        """
+        self._current.accept(token)
+        self._ids.append(token)
+        if self._current.finished:
+            try:
+                self._current = self._compiler.compile(self._grammars.send(self._compiler.spell(self._ids)))
+            except StopIteration:
+                self._ended = True
+
+    def accept_forced(self, most: int) -> list[int]:
+        """Go on by what only one text can follow; see ``GrammarConstraint.accept_forced``."""
+        ids = [] if self._ended else self._current.accept_forced(most)
+        self._ids += ids
         return ids
 
 
@@ -160,7 +234,11 @@ class GrammarCompiler:
         except ValueError as error:
             raise ModelError(f"tokenizer: no grammar can be applied to it: {error}") from error
 
-    def compile(self, grammar: Grammar) -> Constraint:
+    def spell(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, half a character at its end left out."""
+        return codecs.getincrementaldecoder("utf-8")().decode(self._tokens.decode_bytes(list(ids)))
+
+    def compile(self, grammar: Grammar) -> GrammarConstraint:
         """Return a constraint for one answer.
 
         Raises:
@@ -170,9 +248,9 @@ class GrammarCompiler:
         if matcher.is_error():
             # What follows on other lines is the grammar, which may hold a document.
             raise ModelError(f"grammar: {matcher.get_error().partition(chr(10))[0]}")
-        return Constraint(matcher, self._tokens.vocab_size, self._ends, self._encoder)
+        return GrammarConstraint(matcher, self._tokens.vocab_size, self._ends, self._encoder)
 
-    def compile_schema(self, schema: Mapping[str, Any]) -> Constraint:
+    def compile_schema(self, schema: Mapping[str, Any]) -> GrammarConstraint:
         """Return a constraint for one answer that is JSON without white space, keys in the schema's order.
 
         Raises:
@@ -215,7 +293,39 @@ def evidence_grammar(passages: Sequence[str] | None) -> Grammar:
     return Grammar("\n".join(rules))
 
 
-def _quotable(passages: Sequence[str]) -> dict[str, list[str]]:
+def fact_grammar(passage: str, before: str) -> Grammar:
+    """Return the grammar of one fact of a passage: ``before``, then ``{"quote", "entity", "attribute", "value"}``.
+
+    The quote is the passage, so that the model has it before its eyes as it says what it is about. An attribute is one
+    to four words, 40 code points at most: what small models repeat without an end. Everything else is as in
+    ``evidence_grammar``.
+
+    Args:
+        passage: what is quoted, one of ``quotable``.
+        before: JSON that the text begins with.
+    """
+    head = _literal(f'{before}{{"quote": "{_escaped(passage)}", "entity": "')
+    rest = r'NAME "\", \"attribute\": \"" ATTRIBUTE "\", \"value\": \"" VALUE "\"}"'
+    rules = (
+        f"start: {head} {rest}",
+        f"NAME: {_text(MAX_NAME)}",
+        f"ATTRIBUTE: {_ATTRIBUTE}",
+        f"VALUE: {_text(MAX_VALUE)} & {_part_of(_PIECE.findall(passage))}",
+    )
+    return Grammar("\n".join(rules))
+
+
+def literal_grammar(text: str) -> Grammar:
+    """Return the grammar of one text."""
+    return Grammar(f"start: {_literal(text)}")
+
+
+def quotable(passages: Iterable[str]) -> list[str]:
+    """Return the passages that hold a value, each once."""
+    return list(_quotable(passages))
+
+
+def _quotable(passages: Iterable[str]) -> dict[str, list[str]]:
     """Return the passages that hold a value, with their words."""
     words = {text: _PIECE.findall(text) for text in passages}
     return {text: found for text, found in words.items() if any(map(_QUOTABLE.match, found))}

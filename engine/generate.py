@@ -123,8 +123,8 @@ def generate(
         chunk: most tokens of the question a forward pass. One that is no longer is read in one.
 
     Yields:
-        Each token as soon as it is known; before the first, one that is no news for every piece of the question but the
-        last, so that other work can take turns.
+        Each token as soon as it is known; between them, one that is no news for every piece but the last of what is
+        read at once, question or forced text, so that other work can take turns.
 
     Returns:
         The whole answer.
@@ -134,8 +134,9 @@ def generate(
     key = mx.random.key(sampling.seed)
     chosen: list[int] = []
     finish: FinishReason = "length"
-    step = yield from _read_to_last_piece(model, ids, caches, chunk)
+    step = list(ids)
     while len(chosen) < sampling.max_tokens:
+        step = yield from _read_to_last_piece(model, step, caches, chunk)
         key, subkey = mx.random.split(key)
         logits = last_logits(model, step, caches)
         if constraint is not None:
@@ -164,7 +165,7 @@ def generate(
 def _read_to_last_piece(
     model: Any, ids: Sequence[int], caches: Sequence[Any], chunk: int
 ) -> Generator[Token, None, list[int]]:
-    """Run what stands before the last piece of a question, and return that piece."""
+    """Run what stands before the last piece of what is to be read, and return that piece."""
     last = max(len(ids) - 1, 0) // chunk * chunk
     for start in range(0, last, chunk):
         forward(model, ids[start : start + chunk], caches)

@@ -31,8 +31,8 @@ RANK_CHARACTERS_PER_SECOND = 100e3
 """A3 at work."""
 QUESTION_TOKENS = 32
 """Of a question that is not known yet, with the header of its answer."""
-EVIDENCE_SHARE = 0.5
-"""What the receiver reads of what A5's model writes: keys, braces and quotes do not travel."""
+FORCED_PER_READ = 3
+"""Tokens of form and quotes that A5's model reads for each that it writes, and that the receiver's reads."""
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,10 @@ def _text_work(candidate: Candidate, text: Text, now: Conditions) -> _Work:
 
 def _evidence_work(candidate: Candidate, text: Text, now: Conditions, before: int) -> _Work:
     written = min(budget_tokens(_budget(candidate.parameters), text.tokens), now.profile.context_length)
-    reading_ms = _ms(text.prefix_tokens, now.sender_tokens_per_second)
+    reading_ms = _ms(text.prefix_tokens + FORCED_PER_READ * written, now.sender_tokens_per_second)
     writing_ms = _ms(written, now.sender_decode_tokens_per_second)
     size = _message_bytes(text, round(text.bytes * _share(written, text)))
-    return _Work(size, reading_ms + writing_ms, before + EVIDENCE_SHARE * written)
+    return _Work(size, reading_ms + writing_ms, before + written)
 
 
 def _budget(parameters: Any) -> float:

@@ -1,8 +1,8 @@
 """A5, structured evidence: the facts of the document as the sender's model writes them, each with its place.
 
 The model writes JSON with a quote for every fact. A quote that stands in the document becomes its place; one that does
-not is no quote, and its fact says so. The model is kept to the form as it writes, and, unless told otherwise, to quotes
-that are copied from the document.
+not is no quote, and its fact says so. Unless told otherwise, the model is given the quotes, the document's passages by
+rank, and kept to the form: left to choose, small models say the same few facts over and over.
 """
 
 from __future__ import annotations
@@ -18,30 +18,44 @@ from kvferry.core.evidence import Evidence, Fact
 from kvferry.core.manifest import Scalar
 from kvferry.core.progress import Progress
 from kvferry.core.wire import MethodInfo
-from kvferry.engine.constrained import MAX_QUOTE, Constraint, evidence_grammar
+from kvferry.core.words import terms
+from kvferry.engine.constrained import (
+    MAX_FACTS,
+    MAX_QUOTE,
+    Chain,
+    Constraint,
+    Grammar,
+    evidence_grammar,
+    fact_grammar,
+    literal_grammar,
+    quotable,
+)
 from kvferry.engine.generate import Answer
 from kvferry.engine.prompt import EVIDENCE_SYSTEM, PromptBuilder, evidence_task, evidence_text
 from kvferry.sender.method import EvidenceMaterial
 from kvferry.sender.reading import Reading
 from kvferry.sender.text import graphemes
 from kvferry.sender.text.counted import BudgetParameters, budget_tokens
+from kvferry.sender.text.extractive import aware_scores, blind_scores
 from kvferry.sender.text.facts import RawFact, Written, read_facts
 from kvferry.sender.text.generating import write
 from kvferry.sender.text.quotes import Resolved, Source, supports
+from kvferry.sender.text.selection import ranked
 from kvferry.sender.text.sentences import pieces as split
 
 NOTHING = '{"facts":[],"notes":[],"unknowns":[]}'
 """Evidence without a fact, as a model would write it."""
+_STEP = 512
 
 
 class EvidenceParameters(BudgetParameters, frozen=True):
     """``constraint``: what the model is kept to as it writes.
 
-    "quotes": the form, and facts whose quote is a sentence of the document and whose value is copied from it;
-    "schema": the form; "none": nothing.
+    "passages": one fact of each passage of the document, the best passage first, with a value copied from it;
+    "quotes": facts whose quote is a passage and whose value is copied from it; "schema": the form; "none": nothing.
     """
 
-    constraint: Literal["quotes", "schema", "none"] = "quotes"
+    constraint: Literal["passages", "quotes", "schema", "none"] = "passages"
 
 
 @dataclass(frozen=True)
@@ -101,7 +115,8 @@ def find_evidence(
 ) -> Generator[Progress, None, Found]:
     """Have the model write facts, for a question or all that are concrete, and look their quotes up.
 
-    The budget caps what the model writes, form and quotes included, and what a reader's model is given to read.
+    The budget caps what a reader's model is given to read. Passage by passage the sender's writes until that is full;
+    left to itself, it writes as many tokens at most.
 
     Raises:
         ContextOverflowError: when document, instruction and budget do not fit the context. Nothing is cut silently.
@@ -110,21 +125,69 @@ def find_evidence(
     prompt, text = reading.model.prompt, reading.text
     yield Progress("tokenise", 0, len(text))
     budget = budget_tokens(parameters.budget, prompt.count(text))
-    answer = Answer(NOTHING, (), "stop")
+    answer, run = Answer(NOTHING, (), "stop"), None
+    if parameters.constraint == "passages":
+        run = Passages(prompt, (yield from ranked_passages(text, question)), budget)
     # Asked for the facts of nothing, a model makes some up.
-    if text.strip():
+    if text.strip() and (run is None or run.passages):
         task = evidence_task(question, with_form=parameters.constraint == "none")
-        answer = yield from write(reading, EVIDENCE_SYSTEM, task, budget, _constraint(reading, parameters))
-    cut = answer.finish_reason == "length"
+        constraint = _constraint(reading, parameters) if run is None else Chain(reading.model.grammars, run.grammars())
+        answer = yield from write(reading, EVIDENCE_SYSTEM, task, budget, constraint, ending=run is not None)
+    cut = answer.finish_reason == "length" or (run is not None and run.cut)
     written = read_facts(answer.text, cut=cut)
-    # Small models repeat themselves, and a reader gains nothing from that.
-    distinct = [raw for raw in dict.fromkeys(written.facts) if _fits(raw.entity, raw.attribute, raw.value)]
+    facts = tuple(_resolved(text, _distinct(written.facts)))
     notes, unknowns = (tuple(filter(_fits, texts)) for texts in (written.notes, written.unknowns))
-    facts = tuple(_resolved(text, distinct))
     whole = Evidence(facts, notes, unknowns, written.complete, "length" if cut else "stop")
     evidence, tokens = _within(prompt, whole, budget)
     outcome = _outcome(reading, written, evidence, tokens)
-    return Found(evidence, outcome | {"generated": len(answer.token_ids), "cap_hit": cut})
+    return Found(evidence, outcome | {"generated": len(answer.token_ids), "cap_hit": evidence.stop == "length"})
+
+
+class Passages:
+    """Has the model say one fact of each passage, until a reader's budget is full.
+
+    Attributes:
+        passages: what there is to quote, the best first.
+        cut: whether some were left when the budget was full.
+    """
+
+    def __init__(self, prompt: PromptBuilder, ranked: Iterable[str], budget: int) -> None:
+        self.passages = quotable(ranked)[:MAX_FACTS]
+        self.cut = False
+        self._prompt = prompt
+        self._budget = budget
+
+    def grammars(self) -> Generator[Grammar, str, None]:
+        """Yield the grammar of each fact, and of the end; is sent what is written."""
+        before = '{"facts": ['
+        for number, passage in enumerate(self.passages, 1):
+            text = yield fact_grammar(passage, before)
+            if self._is_full(text):
+                self.cut = number < len(self.passages)
+                break
+            before = ", "
+        yield literal_grammar("]}")
+
+    def _is_full(self, text: str) -> bool:
+        facts = tuple(_resolved(text, _distinct(read_facts(text, cut=True).facts)))
+        return self._prompt.count(evidence_text(Evidence(facts, (), (), complete=False, stop="length"))) >= self._budget
+
+
+def ranked_passages(text: str, question: str | None) -> Generator[Progress, None, list[str]]:
+    """Return the passages, the best first: as A3 ranks sentences, and for a question that none fits as without one."""
+    found: list[str] = []
+    words: list[list[str]] = []
+    for passage in passages(text):
+        if len(found) % _STEP == 0:
+            yield Progress("tokenise", len(found), len(text))
+        found.append(passage)
+        words.append(terms(passage))
+    scores = blind_scores(found, words)
+    if question is not None:
+        fitting = aware_scores(question, words)
+        if fitting.any():
+            return [found[at] for at in ranked(fitting) if fitting[at] > 0]
+    return [found[at] for at in ranked(scores)]
 
 
 def _constraint(reading: Reading, parameters: EvidenceParameters) -> Constraint | None:
@@ -162,6 +225,19 @@ def _resolved(text: str, written: Iterable[RawFact]) -> Iterator[Fact]:
         )
 
 
+def _distinct(facts: Iterable[RawFact]) -> list[RawFact]:
+    """Return facts that a message may hold, each statement once: a reader gains nothing from the second."""
+    first: dict[tuple[str, str, str], RawFact] = {}
+    for raw in facts:
+        if _fits(*_statement(raw)):
+            first.setdefault(_statement(raw), raw)
+    return list(first.values())
+
+
+def _statement(raw: RawFact) -> tuple[str, str, str]:
+    return raw.entity, raw.attribute, raw.value
+
+
 def _fits(*texts: str) -> bool:
     """Whether a message may hold these texts."""
     return all(len(text) <= limits.MAX_FACT_CHARACTERS for text in texts)
@@ -172,7 +248,8 @@ def _within(prompt: PromptBuilder, evidence: Evidence, budget: int) -> tuple[Evi
     while (tokens := prompt.count(evidence_text(evidence))) > budget:
         # What is last was least on the model's mind.
         name = next(name for name in ("unknowns", "notes", "facts") if getattr(evidence, name))
-        evidence = msgspec.structs.replace(evidence, **{name: getattr(evidence, name)[:-1]})
+        kept = {name: getattr(evidence, name)[:-1]}
+        evidence = msgspec.structs.replace(evidence, **kept, complete=False, stop="length")
     return evidence, tokens
 
 
@@ -189,6 +266,6 @@ def _outcome(reading: Reading, written: Written, evidence: Evidence, tokens: int
         "unsupported": sum(not fact.supported for fact in facts),
         "confirmed": sum(fact.confirmed for fact in facts),
         "malformed": written.dropped,
-        "repeated": len(written.facts) - len(set(written.facts)),
+        "repeated": len(written.facts) - len({_statement(raw) for raw in written.facts}),
         "complete": evidence.complete,
     }

@@ -45,7 +45,13 @@ def generate(reading: Reading, system: str, instruction: str, budget: int) -> Ge
 
 
 def write(
-    reading: Reading, system: str, instruction: str, most: int, constraint: Constraint | None = None
+    reading: Reading,
+    system: str,
+    instruction: str,
+    most: int,
+    constraint: Constraint | None = None,
+    *,
+    ending: bool = False,
 ) -> Generator[Progress, None, Answer]:
     """Read the document under a prompt of one's own and carry an instruction out, greedily.
 
@@ -55,13 +61,16 @@ def write(
         instruction: what is to be done.
         most: tokens that may be generated.
         constraint: what the answer must keep to, made by the same model; it is used up.
+        ending: whether the constraint ends the answer by itself; it may then fill the context.
 
     Raises:
-        ContextOverflowError: when document, instruction and answer do not fit the context. Nothing is cut silently.
+        ContextOverflowError: when document, instruction and ``most`` do not fit the context. Nothing is cut silently.
     """
     model = reading.model
     prefix, fresh = model.prompt.prefix(reading.text, system), model.prompt.task(instruction)
     model.check_context(len(prefix), len(fresh), most)
+    if ending:
+        most = model.profile.context_length - len(prefix) - len(fresh)
     caches = yield from reading.read(prefix)
     steps = model.answer(fresh, caches, len(prefix), Sampling(max_tokens=most), constraint)
     with contextlib.closing(steps):

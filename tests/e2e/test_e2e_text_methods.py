@@ -77,7 +77,7 @@ def test_every_kind_has_its_label() -> None:
     assert set(KINDS.values()) | {"document.text", "document.compressed", "document.evidence"} == set(LABELS)
 
 
-@pytest.mark.parametrize("constraint", ["quotes", "schema", "none"])
+@pytest.mark.parametrize("constraint", ["passages", "quotes", "schema", "none"])
 def test_evidence_from_document_to_answer(both: Any, pair_model: LoadedModel, constraint: str) -> None:
     sent = both.send(DOCUMENT, "A5", parameters={"budget": 300, "constraint": constraint})
     assert (sent.end.method, sent.end.form) == ("A5", "evidence")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from kvferry.core.errors import ModelError
 from kvferry.core.progress import finish
-from kvferry.engine.constrained import Constraint, Grammar, GrammarCompiler, evidence_grammar
+from kvferry.engine.constrained import Chain, Constraint, Grammar, GrammarCompiler, evidence_grammar
 from kvferry.engine.generate import Answer, Sampling, generate
 from kvferry.engine.model import LoadedModel
 
@@ -257,6 +257,51 @@ def test_nothing_follows_an_end(compiler: GrammarCompiler, single: dict[int, int
         constraint.accept(single[ord("1")])
 
 
+# --- One grammar after the other --------------------------------------------------------------------------------------
+
+
+def test_each_grammar_is_made_of_what_was_written_before(
+    compiler: GrammarCompiler, spelling: list[bytes], single: dict[int, int]
+) -> None:
+    sent: list[str] = []
+
+    def grammars() -> Generator[Grammar, str, None]:
+        sent.append((yield Grammar('start: /[ab]/ "é;"')))
+        sent.append((yield Grammar(f'start: "{sent[0].upper()}" /[xy]/ "."')))
+        sent.append((yield Grammar('start: "end"')))
+
+    chain = Chain(compiler, grammars())
+    assert follow(chain, single, "aé;") == "aé;"
+    assert sent == ["aé;"]
+    forced = b"".join(spelling[token] for token in chain.accept_forced(100))
+    assert "AÉ;".encode().startswith(forced)
+    assert follow(chain, single, "AÉ;y.".encode().removeprefix(forced).decode()).endswith("y.")
+    assert sent[1] == "aé;AÉ;y."
+    assert not set(allowed(chain)) & set(ENDS)
+    assert not chain.finished
+    follow(chain, single, "end")
+    assert chain.finished
+    assert sent[2] == "aé;AÉ;y.end"
+    assert chain.accept_forced(100) == []
+
+
+def test_a_chain_refuses_what_its_grammar_refuses(compiler: GrammarCompiler, single: dict[int, int]) -> None:
+    chain = Chain(compiler, (Grammar(f'start: "{text}"') for text in ("a", "b")))  # type: ignore[arg-type]
+    chain.accept(single[ord("a")])
+    with pytest.raises(ModelError, match="leaves it"):
+        chain.accept(single[ord("a")])
+
+
+def test_a_model_writes_one_grammar_after_the_other(loaded: LoadedModel) -> None:
+    def grammars() -> Generator[Grammar, str, None]:
+        text = yield Grammar("start: /[a-m]{3}/")
+        yield Grammar(f'start: "; once more: {text}"')
+
+    made = answer(loaded, Chain(loaded.grammars, grammars()), max_tokens=60)
+    first, second = made.text.split("; once more: ")
+    assert (len(first), second, made.finish_reason) == (3, first, "stop")
+
+
 # --- Generation -------------------------------------------------------------------------------------------------------
 
 
@@ -276,9 +321,12 @@ def answer(loaded: LoadedModel, constraint: Constraint | None, **sampling: Any) 
 
 
 def test_what_must_follow_is_taken_but_for_its_last_token(
-    compiler: GrammarCompiler, spelling: list[bytes], single: dict[int, int]
+    compiler: GrammarCompiler, grammar_tokenizer: Any, spelling: list[bytes], single: dict[int, int]
 ) -> None:
-    constraint = compiler.compile(Grammar('start: "the ferry " ("sails" | "sinks") " today"'))
+    rules = Grammar('start: "the ferry " ("sails" | "sinks") " today"')
+    constraint = compiler.compile(rules)
+    spelt: list[int] = grammar_tokenizer.encode("the ferry s", add_special_tokens=False)
+    assert compiler.compile(rules).accept_forced(100) == spelt[:-1]
     assert constraint.accept_forced(0) == []
     ids = constraint.accept_forced(1) + constraint.accept_forced(100)
     taken = b"".join(spelling[token] for token in ids)
@@ -310,7 +358,45 @@ def test_a_control_tokens_string_is_taken_as_text(compiler: GrammarCompiler, spe
     constraint = compiler.compile(Grammar('start: "<|im_end|> is a string <|im_end|>"'))
     ids = constraint.accept_forced(100)
     assert not set(ids) & set(ENDS)
-    assert b"<|im_end|> is".startswith(b"".join(spelling[token] for token in ids)[:13])
+    assert b"".join(spelling[token] for token in ids) == b"<|im_end|> is a string <|im_end|"
+
+
+def test_half_a_character_at_the_end_is_left_to_the_model(compiler: GrammarCompiler, spelling: list[bytes]) -> None:
+    constraint = compiler.compile(Grammar('start: "the ferry of " ("é" | "è") "tienne"'))
+    taken = b"".join(spelling[token] for token in constraint.accept_forced(100))
+    assert b"the ferry of ".startswith(taken)
+    assert len(taken) >= len(b"the ferry")
+
+
+@pytest.mark.parametrize("make", [sentencepiece_bpe, sentencepiece_unigram])
+@pytest.mark.parametrize("text", ["the the end", " the the end"])
+def test_what_must_follow_is_taken_as_it_would_be_spelt_or_not_at_all(
+    make: Callable[[], Tokenizer], text: str, tmp_path: Path
+) -> None:
+    backend = make()
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer = saved(backend, tmp_path)
+    ids = GrammarCompiler(tokenizer).compile(Grammar(f'start: "{text}"')).accept_forced(100)
+    spelt = "".join(map(tokenizer.backend_tokenizer.id_to_token, ids)).replace("▁", " ")
+    assert text.startswith(spelt)
+    assert spelt != " "
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_taking_what_must_follow_leaves_what_stepping_leaves(compiler: GrammarCompiler, seed: int) -> None:
+    rules = Grammar('start: "the ferry " ("sails" | "sinks" | "sä" | "sö") /[ab]{0,2}/ " at dawn é"')
+    taking, stepping = compiler.compile(rules), compiler.compile(rules)
+    rng = np.random.default_rng(seed)
+    while not taking.finished:
+        for token in taking.accept_forced(100):
+            assert token in allowed(stepping)
+            stepping.accept(token)
+        left = allowed(taking)
+        assert left == allowed(stepping)
+        token = int(rng.choice(left))
+        taking.accept(token)
+        stepping.accept(token)
+    assert stepping.finished
 
 
 def test_the_model_reads_what_must_follow_and_is_not_asked(loaded: LoadedModel, single: dict[int, int]) -> None:
@@ -333,6 +419,11 @@ def test_the_model_reads_what_must_follow_and_is_not_asked(loaded: LoadedModel, 
     assert [7, 8, *made.token_ids[:-1]] == [token for ids in passes for token in ids]
     assert len(passes) < len(made.token_ids) / 2
     assert [token.token_id for token in news if token.token_id is not None] == list(made.token_ids)
+    passes.clear()
+    again = loaded.grammars.compile(Grammar('start: /[ab]/ " is the only way on" /[ab]/'))
+    sampling = Sampling(max_tokens=60)
+    finish(generate(Counting(), loaded.tokenizer, [7, 8], [], sampling, constraint=again, chunk=4), lambda _: None)
+    assert max(map(len, passes)) <= 4
     limited = loaded.grammars.compile(Grammar('start: /[ab]/ " is the only way on" /[ab]/'))
     short: Answer = finish(
         generate(Counting(), loaded.tokenizer, [7, 8], [], Sampling(max_tokens=4), constraint=limited), lambda _: None

@@ -24,6 +24,8 @@ from kvferry.engine.constrained import (
     Constraint,
     GrammarCompiler,
     evidence_grammar,
+    fact_grammar,
+    quotable,
 )
 
 FIELDS = {"entity": MAX_NAME, "attribute": MAX_NAME, "value": MAX_VALUE, "quote": MAX_QUOTE}
@@ -262,6 +264,69 @@ def test_no_control_token_wherever_the_answer_is(compiler: GrammarCompiler, sing
         assert max(allowed(constraint)) < min(ENDS)
         constraint.accept(single[byte])
     assert allowed(constraint) == list(ENDS)
+
+
+# --- One fact of one passage ------------------------------------------------------------------------------------------
+
+
+def of_passage(value: str, passage: str, attribute: str = "a", entity: str = "e") -> str:
+    found = {"quote": passage, "entity": entity, "attribute": attribute, "value": value}
+    return json.dumps(found, ensure_ascii=False)
+
+
+def can_state(compiler: GrammarCompiler, single: dict[int, int], passage: str, text: str) -> bool:
+    constraint = compiler.compile(fact_grammar(passage, "<<"))
+    return follow(constraint, single, f"<<{text}") == f"<<{text}" and constraint.finished
+
+
+def test_a_passages_fact_quotes_it_and_takes_its_value_from_it(
+    compiler: GrammarCompiler, single: dict[int, int]
+) -> None:
+    for number, (words, passage) in enumerate(zip(WORDS, PASSAGES, strict=True)):
+        values = runs(words)
+        other = next(iter(sorted(runs(WORDS[number - 1]) - values)))
+        for value in sorted(values)[::7]:
+            assert can_state(compiler, single, passage, of_passage(value, passage))
+        assert not can_state(compiler, single, passage, of_passage(other, passage))
+        assert not can_state(compiler, single, passage, of_passage(min(values), PASSAGES[number - 1]))
+
+
+@pytest.mark.parametrize("special", CHARACTERS + STRINGS, ids=ascii)
+def test_every_passage_can_be_quoted_for_its_fact(
+    compiler: GrammarCompiler, single: dict[int, int], special: str
+) -> None:
+    passage = f"a {special} b"
+    assert can_state(compiler, single, passage, of_passage("b", passage))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "possible"),
+    [
+        ("code", True),
+        ("valid until", True),
+        ("date_of_birth", True),
+        ("Lindqvist's key-code", True),
+        ("漢字" * 20, True),
+        ("x" * 40, True),
+        ("x" * 41, False),
+        ("one two three four", True),
+        ("one two three four five", False),
+        ("", False),
+        (" code", False),
+        ("code ", False),
+        ("a, b", False),
+    ],
+)
+def test_an_attribute_is_a_few_words(
+    compiler: GrammarCompiler, single: dict[int, int], attribute: str, *, possible: bool
+) -> None:
+    passage = "The code is 4417."
+    assert can_state(compiler, single, passage, of_passage("4417", passage, attribute)) is possible
+
+
+def test_what_can_be_quoted(compiler: GrammarCompiler) -> None:
+    assert quotable([*BLANK, "b", "Ann", *BLANK, "b"]) == ["b", "Ann"]
+    assert quotable(BLANK) == []
 
 
 # --- Lengths ----------------------------------------------------------------------------------------------------------

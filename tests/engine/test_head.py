@@ -12,8 +12,9 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from kvferry.core.progress import finish
 from kvferry.engine import head
-from kvferry.engine.generate import forward, last_logits
+from kvferry.engine.generate import Sampling, forward, generate, last_logits
 from kvferry.engine.model import LoadedModel
 
 IDS = [5, 6, 7, 8, 9]
@@ -26,6 +27,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"model_type": "qwen3", "rope_theta": 1e6, "max_position_embeddings": 256, "tie_word_embeddings": True},
     {"model_type": "gemma2", "final_logit_softcapping": 30.0},
     {"model_type": "olmo2", "tie_word_embeddings": False},
+    {"model_type": "gemma3", "text_config": SHAPE | {"model_type": "gemma3_text", "sliding_window_pattern": 2}},
 ]
 
 
@@ -73,6 +75,24 @@ def test_a_loaded_model_is_taught(tiny_model: Callable[..., LoadedModel]) -> Non
     loaded = tiny_model("qwen3")
     with head.last_row_only(loaded.model):
         assert loaded.model(mx.array([IDS])).shape[:2] == (1, 1)
+
+
+def test_an_answer_asks_for_one_row_of_logits_a_pass(
+    tiny_model: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = tiny_model("qwen3")
+    rows: list[int] = []
+    call = type(loaded.model).__call__
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> mx.array:
+        logits: mx.array = call(self, *args, **kwargs)
+        rows.append(logits.shape[1])
+        return logits
+
+    monkeypatch.setattr(type(loaded.model), "__call__", noted)
+    caches = make_prompt_cache(loaded.model)
+    finish(generate(loaded.model, loaded.tokenizer, IDS, caches, Sampling(max_tokens=3)), lambda _: None)
+    assert set(rows) == {1}
 
 
 def test_a_norm_that_is_not_the_last_thing_but_the_head_is_not_taught(

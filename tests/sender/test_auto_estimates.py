@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvferry.core.choice import QUALITIES, Estimate, LinkSpeed
 from kvferry.core.compat import Profile
 from kvferry.sender import registry
-from kvferry.sender.auto import candidates, estimates
+from kvferry.sender.auto import candidates
 from kvferry.sender.auto.candidates import Candidate
 from kvferry.sender.auto.estimates import Conditions, Text, estimate, quickest
 
@@ -121,9 +121,10 @@ def test_a_quarter_of_the_text(profile: Profile) -> None:
 
 def test_facts_cost_a_reading_and_a_writing(profile: Profile) -> None:
     found = estimate(one("A5"), TEXT, conditions(profile))
-    # A quarter of 960 tokens at 50 a second, and a part of them read.
-    assert found.sender_ms == pytest.approx(2000 + 240 * 20)
-    assert found.receiver_ms == pytest.approx((40 + 32 + 120) * 10)
+    # A quarter of 960 tokens at 50 a second, three times as many of form and quotes at 500.
+    assert found.sender_ms == pytest.approx(2000 + 240 * 20 + 3 * 240 * 2)
+    assert found.receiver_ms == pytest.approx((40 + 32 + 240) * 10)
+    assert 1100 < found.bytes < 1100 + 2 * HEADER
 
 
 def test_a_cache_at_hand_is_not_read_again(profile: Profile) -> None:
@@ -252,7 +253,3 @@ def test_what_wins_where(profile: Profile, changes: dict[str, Any], expected: st
 def test_equals_are_taken_in_order(profile: Profile) -> None:
     found = [(one(name), estimate(one("B1"), TEXT, conditions(profile))) for name in ("A7", "B1", "A1")]
     assert quickest(found)[0].id == "A7"
-
-
-def test_rates_that_are_stated_are_those_of_the_document() -> None:
-    assert (estimates.WRITE_BYTES_PER_SECOND, estimates.REBUILD_BYTES_PER_SECOND) == (250e6, 500e6)

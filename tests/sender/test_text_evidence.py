@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from kvferry.core import evidence
 from kvferry.core.errors import InvalidRequestError
 from kvferry.core.evidence import Evidence, Fact, Reference, References
-from kvferry.engine.constrained import MAX_QUOTE, evidence_grammar
+from kvferry.engine.constrained import MAX_FACTS, MAX_QUOTE, Grammar, evidence_grammar, quotable
 from kvferry.engine.generate import Answer, Token
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.prompt import EVIDENCE_SYSTEM, evidence_task, evidence_text
 from kvferry.sender import registry
 from kvferry.sender.method import EvidenceMaterial
-from kvferry.sender.text.evidence import passages
+from kvferry.sender.text.evidence import Passages, passages, ranked_passages
 from kvferry.sender.text.quotes import Source, supports
 
 TEXT = (
@@ -177,10 +177,13 @@ def test_what_is_written_twice_is_sent_once(find: Callable[..., Any], writes: Ca
 
 
 def test_what_no_message_can_hold_is_left_out(find: Callable[..., Any], writes: Callable[..., list[Any]]) -> None:
-    long = "y" * 4097
-    writes({"facts": [fact(long, "bay C4"), fact("C4", "bay C4", entity=long)], "notes": [long, "n"], "unknowns": []})
-    made = of(find())
-    assert (made.facts, made.notes) == ((), ("n",))
+    most, long = "y" * 4096, "y" * 4097
+    facts = [fact(long, "bay C4"), fact("C4", "bay C4", entity=long)]
+    facts += [fact("C4", "bay C4", attribute=attribute) for attribute in (long, most)]
+    writes({"facts": facts, "notes": [long, "n"], "unknowns": [long, "u"]})
+    made = of(find(budget=10_000))
+    assert [one.attribute for one in made.facts] == [most]
+    assert (made.notes, made.unknowns) == (("n",), ("u",))
     evidence.to_bytes(made)
 
 
@@ -229,18 +232,51 @@ def test_a_value_cannot_pretend_to_be_a_fact(find: Callable[..., Any], writes: C
     ]
 
 
-@pytest.mark.parametrize("budget", [1, 5, 12, 30, 60, 400])
 def test_the_readers_budget_is_kept_from_the_end(
-    find: Callable[..., Any], model: LoadedModel, writes: Callable[..., list[Any]], budget: int
+    find: Callable[..., Any], model: LoadedModel, writes: Callable[..., list[Any]]
 ) -> None:
     facts = [fact("bay C4", "bay C4", attribute=f"keeps {at}") for at in range(6)]
-    asked = writes({"facts": facts, "notes": ["note"], "unknowns": ["unknown"]})
-    made = find(budget=budget)
-    tokens = model.prompt.count(evidence_text(of(made)))
-    assert tokens == made.outcome["tokens"] <= budget
-    assert [one.attribute for one in of(made).facts] == [f"keeps {at}" for at in range(len(of(made).facts))]
-    assert not of(made).notes or len(of(made).facts) == 6
-    assert asked[0][1] == budget
+    writes({"facts": facts, "notes": ["note", "more"], "unknowns": ["unknown"]})
+    lines = [f"Nils - keeps {at}: bay C4" for at in range(6)]
+    lines += ["Note: note", "Note: more", "The document does not say: unknown"]
+    for count in range(1, len(lines) + 1):
+        whole = model.prompt.count("\n".join(lines[:count]))
+        for budget, kept in ((whole - 1, count - 1), (whole, count)):
+            made = find(budget=budget)
+            assert evidence_text(of(made)).splitlines() == lines[:kept]
+            assert made.outcome["tokens"] == model.prompt.count("\n".join(lines[:kept]))
+            every = kept == len(lines)
+            assert (of(made).complete, of(made).stop) == (every, "stop" if every else "length")
+            assert made.outcome["cap_hit"] is not every
+
+
+def test_what_is_said_twice_is_read_once(find: Callable[..., Any], writes: Callable[..., list[Any]]) -> None:
+    writes([fact("bay C4", "the key of bay C4"), fact("bay C5", "bay C5"), fact("bay C4", "bay C4")])
+    made = find()
+    assert [(one.value, one.spans) for one in of(made).facts] == [
+        ("bay C4", ((TEXT.index("the key of bay C4"), TEXT.index("the key of bay C4") + 17),)),
+        ("bay C5", of(made).facts[1].spans),
+    ]
+    assert made.outcome["repeated"] == 1
+
+
+@pytest.mark.parametrize(("constraint", "most"), [("passages", 100), ("quotes", 20), ("schema", 20), ("none", 20)])
+def test_passage_by_passage_only_the_context_limits_what_is_written(
+    workshop: Callable[..., Any],
+    tiny_model: Callable[..., LoadedModel],
+    drain: Callable[..., Any],
+    model: LoadedModel,
+    writes: Callable[..., list[Any]],
+    constraint: str,
+    most: int,
+) -> None:
+    task = model.prompt.task(evidence_task(None, with_form=constraint == "none"))
+    taken = len(model.prompt.prefix(TEXT, EVIDENCE_SYSTEM)) + len(task)
+    shop, found = workshop(tiny_model("llama", context=taken + 100)), registry.find("A5")
+    asked = writes([])
+    parameters = registry.check_parameters(found, {"budget": 20, "constraint": constraint})
+    drain(found.make(shop.reading(TEXT), parameters))
+    assert [limit for _, limit, _ in asked] == [most]
 
 
 def test_references_are_the_same_message_without_its_values(
@@ -282,18 +318,106 @@ def test_aware_needs_a_question(find: Callable[..., Any], question: str | None) 
 
 
 def test_what_the_model_is_kept_to(
-    find: Callable[..., Any], model: LoadedModel, writes: Callable[..., list[Any]]
+    find: Callable[..., Any], model: LoadedModel, writes: Callable[..., list[Any]], single: dict[int, int]
 ) -> None:
     asked = writes([])
-    find(constraint="none")
-    find(constraint="schema")
+    for constraint in ("none", "schema", "quotes", "passages"):
+        find(constraint=constraint)
     find()
-    assert [constraint is None for _, _, constraint in asked] == [True, False, False]
     # What nothing keeps to the form is told it.
-    tasks = [evidence_task(None, with_form=told) for told in (True, False, False)]
+    tasks = [evidence_task(None, with_form=told) for told in (True, False, False, False, False)]
     assert [ids for ids, _, _ in asked] == [model.prompt.task(task) for task in tasks]
+    none, *kept = (constraint for _, _, constraint in asked)
+    assert none is None
+    made_up = json.dumps({"facts": [fact("x", "x y")], "notes": [], "unknowns": []})
+    starts = [len(follow(constraint, single, made_up)) for constraint in kept]
+    assert starts[0] == len(made_up) > starts[1] > len('{"facts": [{"entity') > starts[2] == starts[3]
     with pytest.raises(InvalidRequestError, match="constraint: 'json'"):
         find(constraint="json")
+
+
+# --- Passage by passage -----------------------------------------------------------------------------------------------
+
+
+def states(passage: str, value: str) -> str:
+    return json.dumps({"quote": passage, "entity": "x", "attribute": "y", "value": value}, ensure_ascii=False)
+
+
+def is_kept_to(model: LoadedModel, single: dict[int, int], grammar: Grammar, text: str) -> bool:
+    constraint = model.grammars.compile(grammar)
+    return follow(constraint, single, text) == text and constraint.finished
+
+
+def test_each_passage_gets_a_fact_until_there_is_none(model: LoadedModel, single: dict[int, int]) -> None:
+    run = Passages(model.prompt, ["Ann said 7.", " ", "Bo said 8.", "Ann said 7."], 1000)
+    assert run.passages == ["Ann said 7.", "Bo said 8."]
+    grammars = run.grammars()
+    first, second = states("Ann said 7.", "7"), states("Bo said 8.", "said 8")
+    assert is_kept_to(model, single, next(grammars), f'{{"facts": [{first}')
+    assert is_kept_to(model, single, grammars.send(f'{{"facts": [{first}'), f", {second}")
+    assert is_kept_to(model, single, grammars.send(f'{{"facts": [{first}, {second}'), "]}")
+    with pytest.raises(StopIteration):
+        grammars.send(f'{{"facts": [{first}, {second}]}}')
+    assert not run.cut
+
+
+@pytest.mark.parametrize("spare", [-1, 0, 1])
+def test_a_full_budget_ends_the_list(model: LoadedModel, single: dict[int, int], spare: int) -> None:
+    read = model.prompt.count("x - y: 7\nx - y: said 8")
+    run = Passages(model.prompt, ["Ann said 7.", "Bo said 8.", "Cy said 9."], read + spare)
+    grammars = run.grammars()
+    next(grammars)
+    text = f'{{"facts": [{states("Ann said 7.", "7")}'
+    grammars.send(text)
+    third = grammars.send(f"{text}, {states('Bo said 8.', 'said 8')}")
+    assert is_kept_to(model, single, third, "]}") is (spare <= 0)
+    assert run.cut is (spare <= 0)
+
+
+def test_what_is_said_again_does_not_fill_the_budget(model: LoadedModel, single: dict[int, int]) -> None:
+    run = Passages(model.prompt, ["Ann said 7.", "Bo said 7.", "Cy said 9."], model.prompt.count("x - y: 7") + 1)
+    grammars = run.grammars()
+    next(grammars)
+    text = f'{{"facts": [{states("Ann said 7.", "7")}'
+    grammars.send(text)
+    third = grammars.send(f"{text}, {states('Bo said 7.', '7')}")
+    assert is_kept_to(model, single, third, f", {states('Cy said 9.', '9')}")
+
+
+def test_no_more_facts_than_a_message_may_be_asked_for(model: LoadedModel) -> None:
+    many = [f"Crate {number} is here." for number in range(MAX_FACTS + 1)]
+    assert Passages(model.prompt, many, 10**6).passages == many[:MAX_FACTS]
+
+
+ORDERED = "It rained. The code of the hut is 4417. The keeper is Ada. The code of the barn is B-9923."
+
+
+@pytest.mark.parametrize(
+    ("question", "first", "absent"),
+    [
+        ("Who is the keeper?", "The keeper is Ada.", ["It rained."]),
+        ("Which code has the barn?", "The code of the barn is B-9923.", ["It rained."]),
+        ("Ferry?", "The code of the hut is 4417.", []),
+        (None, "The code of the hut is 4417.", []),
+    ],
+)
+def test_the_best_passage_comes_first(
+    drain: Callable[..., Any], question: str | None, first: str, absent: list[str]
+) -> None:
+    found = drain(ranked_passages(ORDERED, question))
+    assert found[0] == first
+    assert [sentence for sentence in passages(ORDERED) if sentence not in found] == absent
+
+
+def test_a_random_models_facts_follow_the_passages(
+    workshop: Callable[..., Any], tiny_model: Callable[..., LoadedModel], drain: Callable[..., Any]
+) -> None:
+    shop, method = workshop(tiny_model("llama", context=16384)), registry.find("A5")
+    parameters = registry.check_parameters(method, {"budget": 5000})
+    made = drain(method.make(shop.reading(TEXT), parameters))
+    best = [passage for passage in drain(ranked_passages(TEXT, None)) if passage in quotable(passages(TEXT))]
+    assert [TEXT[slice(*one.place)] for one in of(made).facts] == best
+    assert (of(made).complete, of(made).stop) == (True, "stop")
 
 
 # --- What may be quoted -----------------------------------------------------------------------------------------------
@@ -387,7 +511,7 @@ def test_a_value_that_can_be_written_is_one_that_its_quote_holds(
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("constraint", ["schema", "quotes"])
+@pytest.mark.parametrize("constraint", ["schema", "quotes", "passages"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_random_model_that_is_kept_to_the_form_writes_facts(
     workshop: Callable[..., Any],
@@ -402,10 +526,11 @@ def test_a_random_model_that_is_kept_to_the_form_writes_facts(
     parameters = registry.check_parameters(found, {"budget": 400, "constraint": constraint})
     made = drain(found.make(shop.reading(TEXT, question=QUESTION), parameters))
     assert made.outcome["malformed"] == 0
-    assert made.outcome["generated"] <= 400
+    assert made.outcome["tokens"] <= 400
+    assert constraint == "passages" or made.outcome["generated"] <= 400
     facts = of(made).facts if method != "A6" else ()
     assert all(TEXT[start:end].strip() for one in facts for start, end in one.spans)
-    if constraint == "quotes":
+    if constraint != "schema":
         found = made.outcome["facts"]
         assert counts(made, "exact", "confirmed", "unsupported") == {
             "exact": found,
@@ -445,8 +570,16 @@ def test_from_material_to_artifact_and_back(
     )
     assert stored.manifest.method.consume == ("look_up" if method == "A6" else "prefill")
     assert stored.manifest.method.params["outcome.confirmed"] == 1
-    assert stored.manifest.method.params["constraint"] == "quotes"
+    assert stored.manifest.method.params["constraint"] == "passages"
     assert artifact.account.prefill_tokens == len(model.prompt.prefix(TEXT, EVIDENCE_SYSTEM))
     data = stored.sections.read(f"document.{form}")
     read = evidence.references_from_bytes if method == "A6" else evidence.evidence_from_bytes
-    assert read("document", data, len(TEXT))
+    start = TEXT.index("the key of bay C4")
+    place = (start, start + len("the key of bay C4"))
+    facts = (Fact("Nils", "keeps", "bay C4", "exact", (place,), 0, supported=True),)
+    expected = (
+        References((Reference("Nils", "keeps", *place),), complete=True, stop="stop")
+        if method == "A6"
+        else Evidence(facts, (), (), complete=True, stop="stop")
+    )
+    assert read("document", data, len(TEXT)) == expected
