@@ -312,3 +312,14 @@ def test_nothing_is_left_in_the_temporary_directory(
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     run(Setting("B1"))
     assert list(folder.iterdir()) == []
+
+
+def test_of_what_is_recorded_nothing_is_run(
+    run: Callable[..., list[Record]], entry: ModelEntry, tmp_path: Path
+) -> None:
+    before = run(Setting("B1"))
+    file = tmp_path / "records.jsonl"
+    kept = file.read_bytes()
+    grid = Grid((entry,), (Document("crates", TEXT, QUESTION),), (Setting("B1"), Setting("B3", (("budget", 8),))))
+    assert methods.run(grid, file, lambda *_: None, recorded=True) == before
+    assert file.read_bytes() == kept

@@ -154,6 +154,8 @@ class FakeSender(SenderServiceServicer):
         ]
         self.script: Callable[[sender_service_pb2.SendStart, Any], Iterator[Any]] = self.deliver
         self.before_text: Callable[[Any], None] = lambda _: None
+        self.before: Callable[[Any], None] = lambda _: None
+        self.looked_up = ""
 
     def deliver(self, start: sender_service_pb2.SendStart, context: grpc.ServicerContext) -> Iterator[Any]:
         yield send_progress("prefill", 0, 40)
@@ -171,9 +173,12 @@ class FakeSender(SenderServiceServicer):
         yield from self.script(self.start, context)
 
     def Describe(self, request: Any, context: Any) -> Any:
+        self.before(context)
         return sender_service_pb2.SenderServiceDescribeResponse(node=NODE, methods=self.methods)
 
     def FetchSpans(self, request: Any, context: Any) -> Any:
+        self.before(context)
+        self.looked_up = request.document_digest.hex()
         self.spans = [(span.start, span.end) for span in request.spans]
         return sender_service_pb2.FetchSpansResponse(texts=self.passages)
 
@@ -231,6 +236,7 @@ class FakeReceiver(ReceiverServiceServicer):
         return receiver_service_pb2.ReceiverServiceDescribeResponse(node=NODE)
 
     def List(self, request: Any, context: Any) -> Any:
+        self.before(context)
         return receiver_service_pb2.ListResponse(
             artifacts=[
                 receiver_service_pb2.ArtifactSummary(
@@ -248,6 +254,7 @@ class FakeReceiver(ReceiverServiceServicer):
         )
 
     def Drop(self, request: Any, context: Any) -> Any:
+        self.before(context)
         if request.artifact_id not in self.held:
             hexadecimal = request.artifact_id.hex()
             abort(context, "NOT_FOUND", f"artifact {hexadecimal}: not here", "NOT_FOUND", {"artifact": hexadecimal})

@@ -12,6 +12,7 @@ import pytest
 from kvferry.client import (
     Artifact,
     CancelledError,
+    Client,
     ContextOverflowError,
     DeadlineError,
     InvalidRequestError,
@@ -56,7 +57,9 @@ def test_a_stream_gives_pieces_and_then_the_answer(kv: Any, fakes: Any) -> None:
 
 
 def test_nothing_is_asked_before_the_iteration(kv: Any, daemons: Any, fakes: Any) -> None:
-    kv.stream(fakes.ARTIFACT.hex(), "Which?").close()
+    stream = kv.stream(fakes.ARTIFACT.hex(), "Which?")
+    assert not daemons.receiver.begun.acquire(timeout=0.2)
+    stream.close()
     assert daemons.receiver.requests == []
 
 
@@ -284,3 +287,18 @@ def test_five_hundred_abandoned_answers_leave_nothing(daemons: Any, fakes: Any) 
     assert len(daemons.receiver.requests) == 500
     # What is left are the fake server's own workers.
     assert eventually(lambda: threading.active_count() <= before + 12)
+
+
+def test_what_was_cancelled_before_it_began_ends_at_once(daemons: Any, fakes: Any) -> None:
+    daemons.receiver.script = daemons.receiver.endless
+    with Client(receiver=daemons.address, idle_timeout=5) as client:
+        stream = client.stream(fakes.ARTIFACT.hex(), "Which?")
+        stream.cancel()
+        with pytest.raises(CancelledError):
+            list(stream)
+
+
+def test_an_unknown_event_is_passed_over(kv: Any, daemons: Any, fakes: Any) -> None:
+    unknown = fakes.receiver_service_pb2.AskResponse()
+    daemons.receiver.script = lambda request, _: iter([unknown, fakes.answer_end(request, token_ids=[])])
+    assert kv.ask(fakes.ARTIFACT.hex(), "Which?").text == fakes.TEXT

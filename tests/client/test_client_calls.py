@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def test_drop(kv: Any, daemons: Any, fakes: Any) -> None:
 
 def test_spans(kv: Any, daemons: Any) -> None:
     assert kv.fetch_spans("ab" * 32, [(0, 5), (5, 5)]) == ["first", "second"]
-    assert daemons.sender.spans == [(0, 5), (5, 5)]
+    assert (daemons.sender.looked_up, daemons.sender.spans) == ("ab" * 32, [(0, 5), (5, 5)])
     with pytest.raises(TransferError, match="2 passages came, 1 were asked for"):
         kv.fetch_spans("ab" * 32, [(0, 5)])
 
@@ -67,12 +68,22 @@ def test_an_unreachable_daemon_is_named(open_client: Any, nobody: str, call: str
     assert caught.value.retryable
 
 
-def test_a_slow_daemon_is_a_deadline(open_client: Any, daemons: Any) -> None:
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [
+        ("Describe", lambda kv: kv.describe_receiver()),
+        ("Describe", lambda kv: kv.methods()),
+        ("List", lambda kv: kv.artifacts()),
+        ("Drop", lambda kv: kv.drop("ab" * 32)),
+        ("FetchSpans", lambda kv: kv.fetch_spans("ab" * 32, [(0, 5)])),
+    ],
+)
+def test_a_slow_daemon_is_a_deadline(open_client: Any, daemons: Any, method: str, call: Callable[[Any], Any]) -> None:
     released = threading.Event()
-    daemons.receiver.before = lambda _: released.wait(5)
+    daemons.receiver.before = daemons.sender.before = lambda _: released.wait(5)
     try:
-        with pytest.raises(DeadlineError, match=f"{daemons.address}: no answer to Describe in time"):
-            open_client(timeout=0.1).describe_receiver()
+        with pytest.raises(DeadlineError, match=f"{daemons.address}: no answer to {method} in time"):
+            call(open_client(timeout=0.1))
     finally:
         released.set()
 
@@ -85,6 +96,10 @@ def test_a_closed_client_says_so(open_client: Any, fakes: Any) -> None:
     calls = [
         client.artifacts,
         client.methods,
+        client.describe_sender,
+        client.describe_receiver,
+        lambda: client.drop(fakes.ARTIFACT.hex()),
+        lambda: client.fetch_spans("ab" * 32, [(0, 5)]),
         lambda: client.send(text="x"),
         lambda: client.ask(fakes.ARTIFACT.hex(), "Which?"),
     ]
@@ -146,7 +161,10 @@ def test_given_channels_are_used_and_left_open(daemons: Any, nobody: str) -> Non
 async def test_given_asyncio_channels_are_used_and_left_open(daemons: Any, nobody: str) -> None:
     async with grpc.aio.insecure_channel(daemons.address) as channel:
         for _ in range(2):
-            async with AsyncClient(sender=nobody, receiver_channel=channel) as client:
+            async with AsyncClient(
+                sender=nobody, receiver=nobody, sender_channel=channel, receiver_channel=channel
+            ) as client:
+                assert (await client.methods())[0].id == "B1"
                 assert len(await client.artifacts()) == 2
 
 

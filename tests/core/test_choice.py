@@ -104,5 +104,12 @@ def test_one_line_says_what_it_was_quicker_than() -> None:
     # What failed is nothing to compare with.
     failed = Estimate("B1", "kv", "", 1, 1.0, 1.0, 1.0, 3.0)
     assert explain(msgspec.structs.replace(CHOICE, estimates=(failed, CACHE, TEXT))) == explain(CHOICE)
+    slow = Estimate("A1", "text", "", 900, 0.0, 31.0, 9000.0, 9031.0)
+    for estimates in ((CACHE, slow, TEXT), (TEXT, CACHE, slow)):
+        assert explain(msgspec.structs.replace(CHOICE, estimates=estimates)) == explain(CHOICE)
+    packed = Estimate("B2", "kv", "key_bits=8 value_bits=4", 1, 1.0, 1.0, 1.0, 3.0)
+    gone = (PassedOver("B2", "kv", "key_bits=8 value_bits=4", "refused"),)
+    gave_way = msgspec.structs.replace(CHOICE, chosen=TEXT, estimates=(packed, CACHE, TEXT), passed_over=gone)
+    assert explain(gave_way).endswith("; B2 bits=8 in 1,600 ms")
     alone = msgspec.structs.replace(CHOICE, chosen=TEXT, estimates=(TEXT,))
     assert explain(alone) == "A7: first token expected in 4,033 ms (sender 2, transfer 31, receiver 4,000)"

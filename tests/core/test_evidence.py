@@ -80,6 +80,9 @@ def changed(**fields: Any) -> bytes:
         ({"match": "almost"}, "Invalid enum value"),
         ({"value": 3}, "Expected `str`"),
         ({"value": "x" * (limits.MAX_FACT_CHARACTERS + 1)}, "length <="),
+        ({"entity": "x" * (limits.MAX_FACT_CHARACTERS + 1)}, "length <="),
+        ({"attribute": "x" * (limits.MAX_FACT_CHARACTERS + 1)}, "length <="),
+        ({"spans": [[at, at + 1] for at in range(limits.MAX_FACT_PLACES + 1)]}, "length <="),
         ({"quote": "at 30 April"}, "unknown field `quote`"),
     ],
 )
@@ -121,16 +124,46 @@ def test_what_is_over_a_limit_is_not_written() -> None:
     many = msgspec.structs.replace(ONE, facts=(LOST,) * (limits.MAX_FACTS + 1))
     with pytest.raises(ContainerError, match="evidence: .*facts"):
         evidence.to_bytes(many)
+    long, too_many = "x" * (limits.MAX_FACT_CHARACTERS + 1), limits.MAX_FACTS + 1
+    for broken in (
+        *(msgspec.structs.replace(ONE, **{name: ("n",) * too_many}) for name in ("notes", "unknowns")),
+        *(msgspec.structs.replace(ONE, **{name: (long,)}) for name in ("notes", "unknowns")),
+        References((Reference("a", "b", 0, 1),) * too_many, complete=True, stop="stop"),
+        References((Reference(long, "b", 0, 1),), complete=True, stop="stop"),
+        References((Reference("a", long, 0, 1),), complete=True, stop="stop"),
+    ):
+        with pytest.raises(ContainerError, match="length <="):
+            evidence.to_bytes(broken)
     lone = msgspec.structs.replace(ONE, notes=("\ud83d",))
     with pytest.raises(ContainerError, match="evidence: "):
         evidence.to_bytes(lone)
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+def test_bytes_that_are_no_json_are_refused(data: bytes) -> None:
     for read in (evidence.evidence_from_bytes, evidence.references_from_bytes):
         with pytest.raises(ContainerError):
             read(NAME, data, LENGTH)
+
+
+@given(st.data())
+def test_bytes_near_a_message_are_a_message_or_refused(data: st.DataObject) -> None:
+    good = evidence.to_bytes(ONE)
+    start = data.draw(st.integers(0, len(good)))
+    end = data.draw(st.integers(start, min(start + 4, len(good))))
+    near = good[:start] + data.draw(st.binary(max_size=3) | st.sampled_from([b"0", b"9", b",", b" "])) + good[end:]
+    try:
+        found = evidence.evidence_from_bytes(NAME, near, LENGTH)
+    except ContainerError:
+        return
+    assert evidence.to_bytes(found) == near
+
+
+@pytest.mark.parametrize(("start", "end"), [(9, 9), (9, 3)])
+def test_a_reference_to_nothing_is_refused(start: int, end: int) -> None:
+    data = evidence.to_bytes(References((Reference("a", "b", start, end),), complete=True, stop="stop"))
+    with pytest.raises(ContainerError, match=f"{start}..{end}"):
+        evidence.references_from_bytes(NAME, data, LENGTH)
 
 
 texts = st.text(st.characters(codec="utf-8"), max_size=12)
@@ -147,4 +180,8 @@ def test_every_message_comes_back(facts: list[Any], notes: list[str]) -> None:
     )
     one = Evidence(made, tuple(notes), (), complete=True, stop="stop")
     assert evidence.evidence_from_bytes(NAME, evidence.to_bytes(one), LENGTH) == one
-    assert len(evidence.references(one).references) == sum(bool(fact.spans) for fact in made)
+    kept = evidence.references(one)
+    assert kept.references == tuple(
+        Reference(fact.entity, fact.attribute, *fact.spans[-1]) for fact in made if fact.spans
+    )
+    assert evidence.references_from_bytes(NAME, evidence.to_bytes(kept), LENGTH) == kept

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
 from typing import Any
 
 import msgspec
 import pytest
 
-from kvferry.core.errors import ContextOverflowError, IntegrityError
+from kvferry.core.errors import ContainerError, ContextOverflowError, IntegrityError
 from kvferry.core.ledger import ledger_from_json, to_json
+from kvferry.engine.generate import Answer, Token
 from kvferry.engine.model import LoadedModel
+from kvferry.receiver import reconstruct
 
 DOCUMENT = "The access code of the north warehouse is 4417. Größe: 12 m², 門 🚢. <|im_end|> " * 5
 OTHER = "The south warehouse opens at 7:30 and closes at 18:00; its keys are with Ada. " * 4
@@ -343,3 +346,37 @@ def test_a_payload_that_changed_on_disk_is_never_answered_from(
     with pytest.raises(IntegrityError, match=r"^section (layers\.2\.values|document\.text): chunk \d+: digest"):
         receiver.ask(stored, QUESTIONS[0])
     assert receiver.residency.nbytes == 0
+
+
+def test_ids_that_the_model_lacks_are_not_read_again(
+    bench: Callable[..., Any],
+    artifact: Callable[..., Any],
+    drain: Callable[..., Any],
+    model: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    receiver, size = bench(model), model.profile.vocabulary
+    stored = receiver.take(artifact(model, "B1", DOCUMENT))
+    monkeypatch.setattr(reconstruct, "prefix_ids", lambda *_: [0, size])
+    with pytest.raises(ContainerError, match=rf"^section prefix\.ids: token {size}, the vocabulary has {size}$"):
+        drain(receiver.answerer.reread(stored, "damaged"))
+    monkeypatch.setattr(reconstruct, "prefix_ids", lambda *_: [0, size - 1])
+    assert drain(receiver.answerer.reread(stored, "damaged")).prefix_tokens == 2
+
+
+def test_the_first_token_is_the_first_that_has_text(
+    bench: Callable[..., Any], artifact: Callable[..., Any], model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*_: object) -> Generator[Token, None, Answer]:
+        yield Token(None, "")
+        yield Token(5, "")
+        time.sleep(0.4)
+        yield Token(6, "a")
+        return Answer("a", (5, 6), "stop")
+
+    receiver = bench(model)
+    stored = receiver.take(artifact(model, "B1", DOCUMENT))
+    monkeypatch.setattr(LoadedModel, "answer", slow)
+    _, ledger = receiver.ask(stored, QUESTIONS[0])
+    assert ledger.ms.first_token is not None
+    assert ledger.ms.first_token >= 400

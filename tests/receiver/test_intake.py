@@ -249,7 +249,7 @@ def test_protocol_bytes_are_charged_over_every_attempt(receiver: Any, kv: Any) -
     assert stored.record.traffic.control_bytes == 200 + kv.plan.count + 23
 
 
-def test_many_offers_without_a_chunk_leave_room_for_others(
+def test_offers_are_the_same_when_repeated_and_leave_nothing_when_dropped(
     bench: Callable[..., Any], artifact: Callable[..., Any], model: LoadedModel
 ) -> None:
     receiver = bench(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -79,3 +80,23 @@ def test_a_file_that_was_moved_away_starts_anew(tmp_path: Path, ledger: Ledger) 
     path.rename(tmp_path / "ledger.1.jsonl")
     file.append(ledger)
     assert path.read_text() == (tmp_path / "ledger.1.jsonl").read_text()
+
+
+def test_half_a_line_is_taken_back(tmp_path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ledger.jsonl"
+    file = LedgerFile(path)
+    file.append(ledger)
+    writes = iter([True, True, False])
+
+    class Filling(io.FileIO):
+        def write(self, data: Any) -> int:
+            if not next(writes):
+                raise OSError(28, "No space left on device")
+            return super().write(bytes(data)[:10])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, *_, **__: Filling(path, "ab"))
+        with pytest.raises(StoreError, match="No space left"):
+            file.append(ledger)
+    file.append(ledger)
+    assert [ledger_from_json(line) for line in path.read_text("utf-8").splitlines()] == [ledger, ledger]

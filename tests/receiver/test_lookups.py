@@ -198,14 +198,22 @@ def test_what_came_is_put_in_the_documents_order_and_says_where_it_stands(
 
 
 @pytest.mark.parametrize(
-    ("places", "texts", "expected"),
+    ("places", "texts", "expected", "spans"),
     [
-        ([Place(0, 2), Place(2, 4)], ["ab", "cd"], "abcd"),
-        ([Place(2, 4), Place(0, 2)], ["cd", "ab"], "abcd"),
-        ([Place(5, 7), Place(0, 2)], ["fg", "ab"], "ab\nfg"),
-        ([Place(5, 7), Place(0, 2)], ["fg"], "fg"),
-        ([Place(4, 5), Place(0, 2), Place(2, 4), Place(9, 10)], ["e", "ab", "cd", "j"], "abcde\nj"),
+        ([Place(0, 2), Place(2, 4)], ["ab", "cd"], "abcd", [(0, 0, 4)]),
+        ([Place(2, 4), Place(0, 2)], ["cd", "ab"], "abcd", [(0, 0, 4)]),
+        ([Place(5, 7), Place(0, 2)], ["fg", "ab"], "ab\nfg", [(0, 0, 2), (3, 5, 7)]),
+        ([Place(5, 7), Place(0, 2)], ["fg"], "fg", [(0, 5, 7)]),
+        (
+            [Place(4, 5), Place(0, 2), Place(2, 4), Place(9, 10)],
+            ["e", "ab", "cd", "j"],
+            "abcde\nj",
+            [(0, 0, 5), (6, 9, 10)],
+        ),
     ],
 )
-def test_passages_that_touch_are_one(places: Sequence[Place], texts: list[str], expected: str) -> None:
-    assert lookups.put_together(places, texts).text == expected
+def test_passages_that_touch_are_one(
+    places: Sequence[Place], texts: list[str], expected: str, spans: list[tuple[int, int, int]]
+) -> None:
+    found = lookups.put_together(places, texts)
+    assert (found.text, [tuple(span) for span in found.spans]) == (expected, spans)

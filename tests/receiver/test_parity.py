@@ -416,3 +416,12 @@ def test_a_probe_with_tokens_of_another_vocabulary_is_refused_at_offer(
             assert (reason.artifact, reason.receiver) == (str(token), f"vocabulary of {vocabulary}")
             with pytest.raises(NotFoundError):
                 receiver.store.partial(manifest.artifact_id(encoded))
+
+
+def test_what_another_runtime_measured_does_not_count(
+    drain: Any, model: LoadedModel, stored: Stored, counted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drain(answerer(model, "first").prepare(stored))
+    monkeypatch.setattr(parity, "_runtime", lambda: ("0.0", "another device"))
+    drain(answerer(model, "first").prepare(stored))
+    assert counted == ["measured", "measured"]

@@ -330,3 +330,20 @@ def test_the_configured_sender_has_a_default_port_and_must_be_an_address() -> No
     for wrong in ("", "tcp://studio.local:7", "studio.local:x"):
         with pytest.raises(ConfigError, match="sender"):
             SpanClient(ReceiverConfig(sender=wrong))
+
+
+async def test_the_second_try_has_what_the_first_left_of_the_time() -> None:
+    async with running(lookup_seconds=1.0) as (sender, client):
+
+        async def break_off(request: bytes, context: Any) -> bytes:
+            sender.answer = sender.wait
+            await asyncio.sleep(0.7)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "connection reset")
+            raise AssertionError
+
+        sender.answer = break_off
+        spent, before = Spent(), time.monotonic()
+        with pytest.raises(DeadlineError):
+            await fetch(client, sender, spent)
+        assert spent.calls == 2
+        assert time.monotonic() - before < 1.6

@@ -481,8 +481,6 @@ class TestGreeting:
         assert running.idle(2.0)
 
     def test_the_request_id_of_hello_is_in_the_log(self, running: Running, kv: Stored) -> None:
-        from kvferry.receiver import intake
-
         seen: list[dict[str, Any]] = []
 
         class Log:
@@ -491,7 +489,6 @@ class TestGreeting:
 
                 seen.append({"event": event, **structlog.contextvars.get_contextvars()})
 
-        assert intake
         running.bench.intake._log = Log()
         peer = running.connect(hello=None)
         peer.say(0, "", 1, "send-17")

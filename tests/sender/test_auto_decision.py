@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -224,11 +225,10 @@ def test_a_reason_without_end_is_cut(decision: Decision) -> None:
     assert msgspec.json.decode(msgspec.json.encode(choice), type=type(choice)) == choice
 
 
-def test_choices_and_what_was_passed_over_are_counted() -> None:
+def test_what_is_passed_over_is_counted_and_told(decision: Decision) -> None:
     metrics = SenderMetrics("tiny", {"kvferry": "1", "device": "cpu"})
-    metrics.chosen("near", "A7")
-    metrics.passed_over("B1")
-    metrics.passed_over("B1")
-    sample = metrics.registry.get_sample_value
-    assert sample("kvferry_auto_choices_total", {"quality": "near", "method": "A7"}) == 1
-    assert sample("kvferry_auto_passed_over_total", {"method": "B1"}) == 2
+    parts: Any = SimpleNamespace(metrics=metrics)
+    for _ in range(2):
+        choosing.Choosing(parts, parts)._pass_over(decision, of("exact", "kv")[0], "too large")
+    assert metrics.registry.get_sample_value("kvferry_auto_passed_over_total", {"method": "B1"}) == 2
+    assert [item.reason for item in decision.choice(decision.best()).passed_over] == ["too large"] * 2

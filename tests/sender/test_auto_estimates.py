@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from kvferry.core.choice import QUALITIES, Estimate, LinkSpeed
 from kvferry.core.compat import Profile
+from kvferry.engine.model import LoadedModel
 from kvferry.sender import registry
-from kvferry.sender.auto import candidates
+from kvferry.sender.auto import candidates, choosing
 from kvferry.sender.auto.candidates import Candidate
 from kvferry.sender.auto.estimates import Conditions, Text, estimate, quickest
 
@@ -144,6 +145,26 @@ def test_an_empty_document_can_be_estimated(profile: Profile) -> None:
     empty = dataclasses.replace(TEXT, prefix_tokens=40, tokens=0, bytes=0, characters=0)
     for candidate in candidates.allowed("reduced"):
         assert estimate(candidate, empty, conditions(profile)).first_token_ms > 0
+
+
+@pytest.mark.parametrize("question", [None, "", "Who keeps the keys of the north warehouse?"])
+def test_a_request_is_measured_in_the_senders_tokens(
+    workshop: Callable[..., Any], tiny_model: Callable[..., LoadedModel], question: str | None
+) -> None:
+    prompt, text, system = tiny_model("llama").prompt, "Zoë keeps the keys. ", "Be briéf."
+    found = choosing._measured(workshop(tiny_model("llama")).reading(text, system, question), 9, 1.5)
+    whole, bare = (len(prompt.prefix(part, system)) for part in (text, ""))
+    assert found == Text(
+        prefix_tokens=whole,
+        tokens=whole - bare,
+        question_tokens=len(prompt.fresh(question)) if question else 32,
+        probe_tokens=len(prompt.fresh("What is this document about?")),
+        bytes=len(text.encode()),
+        characters=len(text),
+        system_bytes=len(system.encode()),
+        zstd_bytes=9,
+        zstd_ms=1.5,
+    )
 
 
 # Whatever the figures

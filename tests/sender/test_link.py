@@ -58,7 +58,7 @@ class FarReceiver(pb_grpc.ReceiverServiceServicer):
         size = len(request.padding)
         self.sizes.append(size)
         await asyncio.sleep(self.delay + size / self.speed)
-        response = pb.MeasureResponse(received=size - self.lost)
+        response = pb.MeasureResponse(received=max(size - self.lost, 0))
         self.messages += request.ByteSize() + response.ByteSize()
         return response
 
@@ -135,9 +135,12 @@ async def test_a_receiver_that_does_not_say_how_fast_it_reads_is_refused(reads: 
             await survey(address, PLAINTEXT, 10, Links(), metrics())
 
 
-async def test_a_receiver_that_lost_bytes_is_not_believed() -> None:
-    async with serving(FarReceiver(lost=-1)) as address:
-        with pytest.raises(errors.PeerError, match="took 1 of 0 bytes of Measure"):
+@pytest.mark.parametrize(
+    ("lost", "words"), [(-1, "took 1 of 0 bytes"), (1, f"took {PADDINGS[0] - 1} of {PADDINGS[0]} bytes")]
+)
+async def test_a_receiver_that_took_another_number_of_bytes_is_not_believed(lost: int, words: str) -> None:
+    async with serving(FarReceiver(lost=lost)) as address:
+        with pytest.raises(errors.PeerError, match=words):
             await survey(address, PLAINTEXT, 10, Links(), metrics())
 
 

@@ -81,7 +81,12 @@ def test_threads_leave_the_account_in_order() -> None:
             else:
                 cache.get(bytes([number]), 0)
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(4)))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
+    finally:
+        sys.setswitchinterval(before)
     held = [text for number in range(9) if (text := cache.get(bytes([number]), 0)) is not None]
     assert cache.nbytes == sum(map(sys.getsizeof, held)) <= 5 * SMALL

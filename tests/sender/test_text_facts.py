@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.core import limits
 from kvferry.sender.text.facts import MOST, RawFact, Written, read_facts
 
 NOTHING = Written((), (), (), complete=False, dropped=0)
@@ -263,6 +264,7 @@ def test_entries_without_commas_end_the_reading() -> None:
 
 
 def test_the_limits() -> None:
+    assert MOST == limits.MAX_FACTS
     fact = entry(FACTS[2])
     for count in (MOST, MOST + 1):
         read = read_facts('{"facts": [null, ' + ", ".join([fact] * count) + "]}", cut=False)

@@ -149,3 +149,9 @@ def test_a_beginning_within_a_budget(model: LoadedModel, length: Callable[[str],
         lengths.append(len(kept))
     assert lengths[0] == 0
     assert lengths[-1] == len(text)
+
+
+@pytest.mark.parametrize("name", ["ascii", "control strings"])
+def test_a_beginning_uses_its_budget(model: LoadedModel, length: Callable[[str], int], name: str) -> None:
+    for budget in range(length(TEXTS[name])):
+        assert budget - length(within(model.prompt, TEXTS[name], budget)) <= 2

@@ -55,9 +55,16 @@ def test_sentences(sentences: list[str]) -> None:
         ["# Title\n\n", "Text.\n", "- one\n", "- two\n\n"],
         ["Feb 11 04:01:12 host sshd[1]: Failed. Retry\n", "Feb 11 04:01:13 host sshd[1]: ok\n"],
         ["one\r\n", "two\r\n\r\n", "three"],
+        [
+            "Minutes of the meeting of the harbour board\n",
+            "The board met at noon, and although the tide was low nobody had thought of asking the pilots to come. ",
+            "They stayed away.",
+        ],
+        ["result = compute(first[0], second[1]) * 3 - 4;\n", "other = 5\n"],
+        ["- the first thing that has to be done here today\n", "- the second thing"],
         ["one\u2028", "two\u2029", "three\x0b", "four\x85", "five\r", "six"],
     ],
-    ids=["log", "table", "code", "markdown", "syslog", "crlf", "separators"],
+    ids=["log", "table", "code", "markdown", "syslog", "crlf", "heading", "statement", "bullets", "separators"],
 )
 def test_lines(lines: list[str]) -> None:
     assert split("".join(lines)) == lines
