@@ -48,8 +48,9 @@ answer, and token F1, in percent. In brackets: {CONFIDENCE:.0%} percentile inter
 resamples of documents, then of questions in them, seed {SEED}; differences are paired by question. Decoding is greedy.
 A question is *aware* when the method saw it. Wire bytes: the message that an answer is from, and its look-ups; a
 question: all that crossed, shared by the questions that one message served. Text / wire: the document's UTF-8 bytes
-over the wire bytes. Sender: prefill, method and encoding of a message; both times are medians. Sender and receiver run
-the same model."""
+over the wire bytes. Sender: prefill, method and encoding of a message, without what an earlier message about the
+document had read: A5's and A6's settings share one reading, as do all questions of an aware method. Both times are
+medians. Sender and receiver run the same model."""
 
 
 def rows(records: Iterable[Record], model: str) -> list[tuple[str, ...]]:

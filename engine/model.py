@@ -34,6 +34,8 @@ from kvferry.engine.tensors import dtype_name, scalar
 _DEFAULT_CONTEXT = 2048
 # No code: a checkpoint that needs its own Python files is refused by mlx-lm.
 _MODEL_FILES = ("*.json", "model*.safetensors", "tokenizer.model", "*.txt", "*.jinja")
+# Rows that an answer's branch begins with; a longer answer grows it.
+_ANSWER_ROOM = 512
 _SELF_TEST_IDS = (3, 1)
 # What mlx-lm and transformers raise for files that are missing, broken or contradictory.
 _LOAD_ERRORS = (
@@ -109,7 +111,8 @@ class LoadedModel:
             ContextOverflowError: when prefix, question and answer exceed the context.
         """
         self.check_context(prefix_tokens, len(ids), sampling.max_tokens)
-        branch = prefix.branch(len(ids) + sampling.max_tokens) if isinstance(prefix, PrefixCache) else prefix
+        room = len(ids) + min(sampling.max_tokens, _ANSWER_ROOM)
+        branch = prefix.branch(room) if isinstance(prefix, PrefixCache) else prefix
         return generate(
             self.model, self.tokenizer, ids, branch, sampling, constraint=constraint, chunk=self.prefill_chunk
         )

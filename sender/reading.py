@@ -77,24 +77,32 @@ class Reading:
         if problem:
             raise ModelError(f"model: {self.model.profile.model.id}: its cache cannot be sent: {problem}")
         yield Progress("tokenise", 0, len(self.text))
-        total = len(self.ids)
-        yield Progress("prefill", 0, total)
-        held = self._residency.get(self.prefix.ids)
-        if held is not None:
-            yield Progress("prefill", total, total)
-            return held
-        cache = yield from self._timed(self.model.prefill(self.ids), total)
-        self._residency.put(self.prefix.ids, cache)
-        return cache
+        return (yield from self._kept(self.ids, self.prefix.ids))
 
-    def read(self, ids: Sequence[int]) -> Generator[Progress, None, list[Any]]:
-        """Run the model over a prompt of a method's own; see ``LoadedModel.read``. It counts as prefill.
+    def read(self, ids: Sequence[int]) -> Generator[Progress, None, PrefixCache | list[Any]]:
+        """Return what the model makes of a prompt of a method's own, read now or kept from before.
+
+        Returns:
+            For ``LoadedModel.answer``: a cache, or what ``LoadedModel.read`` makes where caches cannot be kept.
 
         Raises:
             ContextOverflowError: when the prompt does not fit the context.
         """
-        yield Progress("prefill", 0, len(ids))
-        return (yield from self._timed(self.model.read(ids), len(ids)))
+        if self.model.profile.unsupported:
+            yield Progress("prefill", 0, len(ids))
+            return (yield from self._timed(self.model.read(ids), len(ids)))
+        return (yield from self._kept(ids, digest(ids_to_bytes(ids))))
+
+    def _kept(self, ids: Sequence[int], key: bytes) -> Generator[Progress, None, PrefixCache]:
+        total = len(ids)
+        yield Progress("prefill", 0, total)
+        held = self._residency.get(key)
+        if held is not None:
+            yield Progress("prefill", total, total)
+            return held
+        cache = yield from self._timed(self.model.prefill(ids), total)
+        self._residency.put(key, cache)
+        return cache
 
     def asked(self, method: str) -> str:
         """Return the question; see ``asked``."""

@@ -420,6 +420,19 @@ def test_a_random_models_facts_follow_the_passages(
     assert (of(made).complete, of(made).stop) == (True, "stop")
 
 
+def test_a_document_is_read_once_for_all_its_questions(
+    workshop: Callable[..., Any], model: LoadedModel, drain: Callable[..., Any]
+) -> None:
+    shop, method = workshop(model), registry.find("A5-aware")
+    parameters = registry.check_parameters(method, {"budget": 60})
+    whole = len(model.prompt.prefix(TEXT, EVIDENCE_SYSTEM))
+    for question, tokens in ((QUESTION, whole), ("Who keeps the key?", 0)):
+        reading, alone = shop.reading(TEXT, question=question), workshop(model).reading(TEXT, question=question)
+        assert drain(method.make(reading, parameters)) == drain(method.make(alone, parameters))
+        assert (reading.prefill_tokens, alone.prefill_tokens) == (tokens, whole)
+    assert shop.make("A6", TEXT, budget=60).account.prefill_tokens == 0
+
+
 # --- What may be quoted -----------------------------------------------------------------------------------------------
 
 # No mark of its own: where white space is cut off before one, what is left begins within a character.

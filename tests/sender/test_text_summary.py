@@ -186,9 +186,8 @@ def test_reading_counts_as_prefill_and_writing_as_the_methods_own(
 def test_the_documents_cache_is_left_alone(workshop: Callable[..., Any], model: LoadedModel) -> None:
     shop = workshop(model)
     first = shop.make("B1", TEXT)
-    held = shop.residency.nbytes
-    shop.make("A4", TEXT, budget=8)
-    assert shop.residency.nbytes == held
+    summaries = [shop.make("A4", TEXT, budget=budget).account.prefill_tokens for budget in (8, 9)]
+    assert summaries == [len(model.prompt.prefix(TEXT, SUMMARY_SYSTEM)), 0]
     shop.store.drop(first.stored.artifact_id)
     again = shop.make("B1", TEXT)
     assert again.stored.encoded == first.stored.encoded
