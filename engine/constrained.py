@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -320,15 +320,14 @@ def literal_grammar(text: str) -> Grammar:
     return Grammar(f"start: {_literal(text)}")
 
 
-def quotable(passages: Iterable[str]) -> list[str]:
-    """Return the passages that hold a value, each once."""
-    return list(_quotable(passages))
+def quotable(passages: Iterable[str]) -> Iterator[str]:
+    """Yield the passages that hold a value, each once."""
+    return (text for text in dict.fromkeys(passages) if any(map(_QUOTABLE.match, _PIECE.findall(text))))
 
 
 def _quotable(passages: Iterable[str]) -> dict[str, list[str]]:
     """Return the passages that hold a value, with their words."""
-    words = {text: _PIECE.findall(text) for text in passages}
-    return {text: found for text, found in words.items() if any(map(_QUOTABLE.match, found))}
+    return {text: _PIECE.findall(text) for text in quotable(passages)}
 
 
 def _body(value: str, quote: str) -> str:

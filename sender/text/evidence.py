@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 import msgspec
@@ -127,7 +128,7 @@ def find_evidence(
     budget = budget_tokens(parameters.budget, prompt.count(text))
     answer, run = Answer(NOTHING, (), "stop"), None
     if parameters.constraint == "passages":
-        run = Passages(prompt, (yield from ranked_passages(text, question)), budget)
+        run = Passages(prompt, Source(text), (yield from ranked_passages(text, question)), budget)
     # Asked for the facts of nothing, a model makes some up.
     if text.strip() and (run is None or run.passages):
         task = evidence_task(question, with_form=parameters.constraint == "none")
@@ -135,7 +136,7 @@ def find_evidence(
         answer = yield from write(reading, EVIDENCE_SYSTEM, task, budget, constraint, ending=run is not None)
     cut = answer.finish_reason == "length" or (run is not None and run.cut)
     written = read_facts(answer.text, cut=cut)
-    facts = tuple(_resolved(text, _distinct(written.facts)))
+    facts = tuple(_resolved(Source(text), _distinct(written.facts)))
     notes, unknowns = (tuple(filter(_fits, texts)) for texts in (written.notes, written.unknowns))
     whole = Evidence(facts, notes, unknowns, written.complete, "length" if cut else "stop")
     evidence, tokens = _within(prompt, whole, budget)
@@ -148,19 +149,25 @@ class Passages:
 
     Attributes:
         passages: what there is to quote, the best first.
-        cut: whether some were left when the budget was full.
+        cut: whether some were left, when the budget was full or for the limit of facts.
     """
 
-    def __init__(self, prompt: PromptBuilder, ranked: Iterable[str], budget: int) -> None:
-        self.passages = quotable(ranked)[:MAX_FACTS]
+    def __init__(self, prompt: PromptBuilder, source: Source, ranked: Iterable[str], budget: int) -> None:
+        # One more than may be used, to know whether some are left.
+        self.passages = list(islice(quotable(ranked), MAX_FACTS + 1))
         self.cut = False
         self._prompt = prompt
+        self._source = source
         self._budget = budget
+        self._facts: list[Fact] = []
 
     def grammars(self) -> Generator[Grammar, str, None]:
         """Yield the grammar of each fact, and of the end; is sent what is written."""
         before = '{"facts": ['
         for number, passage in enumerate(self.passages, 1):
+            if number > MAX_FACTS:
+                self.cut = True
+                break
             text = yield fact_grammar(passage, before)
             if self._is_full(text):
                 self.cut = number < len(self.passages)
@@ -169,8 +176,10 @@ class Passages:
         yield literal_grammar("]}")
 
     def _is_full(self, text: str) -> bool:
-        facts = tuple(_resolved(text, _distinct(read_facts(text, cut=True).facts)))
-        return self._prompt.count(evidence_text(Evidence(facts, (), (), complete=False, stop="length"))) >= self._budget
+        stated = _distinct(read_facts(text, cut=True).facts)
+        self._facts += _resolved(self._source, stated[len(self._facts) :])
+        read = evidence_text(Evidence(tuple(self._facts), (), (), complete=False, stop="length"))
+        return self._prompt.count(read) >= self._budget
 
 
 def ranked_passages(text: str, question: str | None) -> Generator[Progress, None, list[str]]:
@@ -182,12 +191,11 @@ def ranked_passages(text: str, question: str | None) -> Generator[Progress, None
             yield Progress("tokenise", len(found), len(text))
         found.append(passage)
         words.append(terms(passage))
-    scores = blind_scores(found, words)
     if question is not None:
         fitting = aware_scores(question, words)
         if fitting.any():
             return [found[at] for at in ranked(fitting) if fitting[at] > 0]
-    return [found[at] for at in ranked(scores)]
+    return [found[at] for at in ranked(blind_scores(found, words))]
 
 
 def _constraint(reading: Reading, parameters: EvidenceParameters) -> Constraint | None:
@@ -207,8 +215,7 @@ def passages(text: str) -> Iterator[str]:
             at = end
 
 
-def _resolved(text: str, written: Iterable[RawFact]) -> Iterator[Fact]:
-    source = Source(text)
+def _resolved(source: Source, written: Iterable[RawFact]) -> Iterator[Fact]:
     for raw in written:
         found = source.resolve(raw.quote, raw.entity)
         if len(found.spans) > limits.MAX_FACT_PLACES:

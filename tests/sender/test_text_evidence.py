@@ -343,13 +343,17 @@ def states(passage: str, value: str) -> str:
     return json.dumps({"quote": passage, "entity": "x", "attribute": "y", "value": value}, ensure_ascii=False)
 
 
+def passages_of(model: LoadedModel, ranked: list[str], budget: int) -> Passages:
+    return Passages(model.prompt, Source("\n".join(ranked)), ranked, budget)
+
+
 def is_kept_to(model: LoadedModel, single: dict[int, int], grammar: Grammar, text: str) -> bool:
     constraint = model.grammars.compile(grammar)
     return follow(constraint, single, text) == text and constraint.finished
 
 
 def test_each_passage_gets_a_fact_until_there_is_none(model: LoadedModel, single: dict[int, int]) -> None:
-    run = Passages(model.prompt, ["Ann said 7.", " ", "Bo said 8.", "Ann said 7."], 1000)
+    run = passages_of(model, ["Ann said 7.", " ", "Bo said 8.", "Ann said 7."], 1000)
     assert run.passages == ["Ann said 7.", "Bo said 8."]
     grammars = run.grammars()
     first, second = states("Ann said 7.", "7"), states("Bo said 8.", "said 8")
@@ -364,7 +368,7 @@ def test_each_passage_gets_a_fact_until_there_is_none(model: LoadedModel, single
 @pytest.mark.parametrize("spare", [-1, 0, 1])
 def test_a_full_budget_ends_the_list(model: LoadedModel, single: dict[int, int], spare: int) -> None:
     read = model.prompt.count("x - y: 7\nx - y: said 8")
-    run = Passages(model.prompt, ["Ann said 7.", "Bo said 8.", "Cy said 9."], read + spare)
+    run = passages_of(model, ["Ann said 7.", "Bo said 8.", "Cy said 9."], read + spare)
     grammars = run.grammars()
     next(grammars)
     text = f'{{"facts": [{states("Ann said 7.", "7")}'
@@ -375,7 +379,7 @@ def test_a_full_budget_ends_the_list(model: LoadedModel, single: dict[int, int],
 
 
 def test_what_is_said_again_does_not_fill_the_budget(model: LoadedModel, single: dict[int, int]) -> None:
-    run = Passages(model.prompt, ["Ann said 7.", "Bo said 7.", "Cy said 9."], model.prompt.count("x - y: 7") + 1)
+    run = passages_of(model, ["Ann said 7.", "Bo said 7.", "Cy said 9."], model.prompt.count("x - y: 7") + 1)
     grammars = run.grammars()
     next(grammars)
     text = f'{{"facts": [{states("Ann said 7.", "7")}'
@@ -384,9 +388,17 @@ def test_what_is_said_again_does_not_fill_the_budget(model: LoadedModel, single:
     assert is_kept_to(model, single, third, f", {states('Cy said 9.', '9')}")
 
 
-def test_no_more_facts_than_a_message_may_be_asked_for(model: LoadedModel) -> None:
-    many = [f"Crate {number} is here." for number in range(MAX_FACTS + 1)]
-    assert Passages(model.prompt, many, 10**6).passages == many[:MAX_FACTS]
+@pytest.mark.parametrize("spare", [-1, 0, 1])
+def test_there_are_only_so_many_facts(model: LoadedModel, single: dict[int, int], spare: int) -> None:
+    many = [f"Crate {number} is here." for number in range(MAX_FACTS + spare)]
+    run = passages_of(model, many, 10**6)
+    grammars = run.grammars()
+    last, stated = next(grammars), ""
+    for passage in many[:MAX_FACTS]:
+        stated += f"{', ' if stated else ''}{states(passage, passage)}"
+        last = grammars.send(f'{{"facts": [{stated}')
+    assert is_kept_to(model, single, last, "]}")
+    assert run.cut is (spare > 0)
 
 
 ORDERED = "It rained. The code of the hut is 4417. The keeper is Ada. The code of the barn is B-9923."
@@ -415,7 +427,7 @@ def test_a_random_models_facts_follow_the_passages(
     shop, method = workshop(tiny_model("llama", context=16384)), registry.find("A5")
     parameters = registry.check_parameters(method, {"budget": 5000})
     made = drain(method.make(shop.reading(TEXT), parameters))
-    best = [passage for passage in drain(ranked_passages(TEXT, None)) if passage in quotable(passages(TEXT))]
+    best = [passage for passage in drain(ranked_passages(TEXT, None)) if passage in list(quotable(passages(TEXT)))]
     assert [TEXT[slice(*one.place)] for one in of(made).facts] == best
     assert (of(made).complete, of(made).stop) == (True, "stop")
 
