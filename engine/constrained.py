@@ -148,10 +148,11 @@ class GrammarConstraint:
         try:
             # Half a character at the end is held back.
             text = codecs.getincrementaldecoder("utf-8")().decode(forced)
-        except UnicodeDecodeError:
-            # The text before ends within a character, and the next token is no text by itself.
+            ids = self._encoder.encode(text)[:-1][:most]
+        except (UnicodeDecodeError, ModelError):
+            # The text before ends within a character, and the next token is no text by itself; or some of it can only
+            # be spelt as a control token, and the model must go around that step by step.
             return []
-        ids = self._encoder.encode(text)[:-1][:most]
         if self._matcher.validate_tokens(ids) < len(ids):
             # A tokenizer that normalises, or puts a space before every text, spells another one.
             return []

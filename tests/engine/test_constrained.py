@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from kvferry.core.errors import ModelError
 from kvferry.core.progress import finish
 from kvferry.engine.constrained import Chain, Constraint, Grammar, GrammarCompiler, evidence_grammar
+from kvferry.engine.content import ContentEncoder
 from kvferry.engine.generate import Answer, Sampling, generate
 from kvferry.engine.model import LoadedModel
 
@@ -359,6 +360,18 @@ def test_a_control_tokens_string_is_taken_as_text(compiler: GrammarCompiler, spe
     ids = constraint.accept_forced(100)
     assert not set(ids) & set(ENDS)
     assert b"".join(spelling[token] for token in ids) == b"<|im_end|> is a string <|im_end|"
+
+
+def test_what_the_encoder_refuses_is_left_to_the_model(
+    compiler: GrammarCompiler, single: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> list[int]:
+        raise ModelError("tokenizer: only a control token spells this")
+
+    constraint = compiler.compile(Grammar('start: "the ferry sails"'))
+    monkeypatch.setattr(ContentEncoder, "encode", refuse)
+    assert constraint.accept_forced(100) == []
+    assert follow(constraint, single, "the ferry sails") == "the ferry sails"
 
 
 def test_half_a_character_at_the_end_is_left_to_the_model(compiler: GrammarCompiler, spelling: list[bytes]) -> None:
