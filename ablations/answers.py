@@ -23,12 +23,12 @@ from kvferry.ablations.answer_grid import AnswerCell, AnswerGrid
 from kvferry.ablations.planning import checked
 from kvferry.ablations.questions import Examined
 from kvferry.ablations.records import Record, RecordFile
-from kvferry.ablations.runner import Advance
+from kvferry.ablations.runner import Advance, LostError
 from kvferry.ablations.settings import Setting
 from kvferry.cli import processes
 from kvferry.client import Answer, Client, SendReport
 from kvferry.core import stored
-from kvferry.core.errors import KvferryError
+from kvferry.core.errors import KvferryError, UnavailableError
 from kvferry.core.ledger import Ledger
 from kvferry.core.manifest import Scalar
 from kvferry.core.wire import MethodInfo
@@ -54,7 +54,7 @@ def run(
         UnknownMethodError: naming a method that this version does not have, before anything is run.
         InvalidRequestError: naming a parameter that its method does not take, likewise.
         ModelError: when a model is not there.
-        UnavailableError: when a daemon does not start. A cell's own errors are recorded.
+        UnavailableError: when a daemon does not start, or ends during the run. A cell's own errors are recorded.
         StoreError: when records cannot be read or written.
     """
     for setting in grid.settings:
@@ -117,12 +117,24 @@ class AnswerBench:
         """Ask one question.
 
         Raises:
+            LostError: when a daemon of the run is gone.
             KvferryError: whatever the method, the model, the document or the store refuses.
         """
         info = registry.find(cell.setting.method).info
-        report = self._report(cell, info)
-        answer = report.ask(cell.question.question, max_tokens=cell.max_tokens)
+        try:
+            report = self._report(cell, info)
+            answer = report.ask(cell.question.question, max_tokens=cell.max_tokens)
+        except UnavailableError:
+            self._check_daemons()
+            raise
         return msgspec.structs.asdict(_figures(cell, info, report, answer)) | self._outcome(report)
+
+    def _check_daemons(self) -> None:
+        try:
+            self._client.describe_sender()
+            self._client.describe_receiver()
+        except UnavailableError as error:
+            raise LostError(f"a daemon of this run is gone: {error.message}") from error
 
     def _report(self, cell: AnswerCell, info: MethodInfo) -> SendReport:
         """Return the message for a cell, sent now or for the cell before."""

@@ -15,7 +15,7 @@ from kvferry.ablations.provenance import Provenance
 from kvferry.ablations.records import Failure, Record, RecordFile, Status
 from kvferry.ablations.settings import Setting
 from kvferry.core.digests import digest
-from kvferry.core.errors import KvferryError
+from kvferry.core.errors import KvferryError, UnavailableError
 from kvferry.core.manifest import Scalar
 
 Advance = Callable[[str, float], None]
@@ -49,6 +49,10 @@ class Skipped:
     reason: str
 
 
+class LostError(UnavailableError):
+    """Raised by a bench that cannot measure anything any more: the run ends, and no cell is to blame."""
+
+
 class Bench(Protocol[Cell_contra]):
     """An experiment with one model at hand."""
 
@@ -60,6 +64,7 @@ class Bench(Protocol[Cell_contra]):
         """Return a cell's figures.
 
         Raises:
+            LostError: when no other cell can be run either.
             KvferryError: when the cell cannot be run; it is recorded, and the run goes on.
         """
 
@@ -85,6 +90,7 @@ def run(
         The newest record of every cell, in the order given. A cell that is given twice is one.
 
     Raises:
+        LostError: when what measures is gone; everything that was recorded stays.
         KvferryError: when a model cannot be loaded or a record cannot be written.
     """
     origin = provenance.here()
@@ -132,6 +138,8 @@ def _measure(cell: CellType, bench: Bench[CellType], identity: str, origin: Prov
     failure, reason = None, ""
     try:
         result = bench.measure(cell)
+    except LostError:
+        raise
     except KvferryError as error:
         status, failure = "failed", Failure(error.code, error.message)
     else:

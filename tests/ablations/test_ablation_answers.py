@@ -27,6 +27,7 @@ from kvferry.core.errors import (
     ModelError,
     PeerError,
     StoreError,
+    UnavailableError,
     UnknownMethodError,
 )
 from kvferry.core.ledger import Ledger, Lookups, Milliseconds, Rows, SenderAccount, Tokens
@@ -76,8 +77,15 @@ class FakeClient:
     dropped: list[str] = field(default_factory=list)
     refuse: Callable[[str, str], None] = lambda _method, _text: None
     stumble: Callable[[str], None] = lambda _question: None
+    gone: str = ""
+
+    def describe_sender(self) -> None:
+        if self.gone == "sender":
+            raise UnavailableError("127.0.0.1:1: cannot be reached for Describe")
 
     def describe_receiver(self) -> Any:
+        if self.gone == "receiver":
+            raise UnavailableError("127.0.0.1:2: cannot be reached for Describe")
         return SimpleNamespace(weights="w", tokenizer="t", chat_template="c", dtype="F32", unix_time=5.0)
 
     def send(self, *, text: str, method: str, question: str | None, **parameters: Any) -> SendReport:
@@ -290,3 +298,30 @@ def test_models_take_turns_and_progress_goes_forward_to_the_end(
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
     assert ("n, hut: A1, question 2 of 2", pytest.approx(4 / 6)) in seen
+
+
+@pytest.mark.parametrize("daemon", ["sender", "receiver"])
+def test_a_daemon_that_is_gone_ends_the_run_and_no_cell_is_blamed(
+    run: Callable[..., list[Record]], client: FakeClient, tmp_path: Path, daemon: str
+) -> None:
+    def refuse(method: str, text: str) -> None:
+        if (method, text) == ("A0", HUT.text):
+            client.gone = daemon
+            raise UnavailableError("127.0.0.1:1: cannot be reached for Send")
+
+    client.refuse = refuse
+    with pytest.raises(UnavailableError, match="a daemon of this run is gone: 127.0.0.1:.: cannot be reached"):
+        run(Setting("A1"), Setting("A0"))
+    assert len((tmp_path / "records.jsonl").read_text("utf-8").splitlines()) == len(HUT.questions)
+
+
+def test_what_only_one_message_cannot_reach_is_that_cells_failure(
+    run: Callable[..., list[Record]], client: FakeClient
+) -> None:
+    def stumble(question: str) -> None:
+        if question == CODE.question:
+            raise UnavailableError("look-up: the sender cannot be reached")
+
+    client.stumble = stumble
+    records = run(Setting("A1"), documents=(HUT,))
+    assert [record.status for record in records] == ["failed", "done"]
