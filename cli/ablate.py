@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from kvferry.cli import output
+from kvferry.core.errors import StoreError
 
 if TYPE_CHECKING:
     from kvferry.ablations.records import Record
@@ -139,8 +140,6 @@ def _records_file(given: Path | None, experiment: str) -> Path:
 
 def _check_found(records: list[Record], out: Path) -> None:
     """Refuse to make a table of nothing, which only ``--recorded`` can ask for."""
-    from kvferry.core.errors import StoreError
-
     if not records:
         raise StoreError(f"{out}: no finished cell of this grid with this version on this machine", path=str(out))
 

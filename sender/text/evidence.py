@@ -126,9 +126,10 @@ def find_evidence(
     prompt, text = reading.model.prompt, reading.text
     yield Progress("tokenise", 0, len(text))
     budget = budget_tokens(parameters.budget, prompt.count(text))
+    source = Source(text)
     answer, run = Answer(NOTHING, (), "stop"), None
     if parameters.constraint == "passages":
-        run = Passages(prompt, Source(text), (yield from ranked_passages(text, question)), budget)
+        run = Passages(prompt, source, (yield from ranked_passages(text, question)), budget)
     # Asked for the facts of nothing, a model makes some up.
     if text.strip() and (run is None or run.passages):
         task = evidence_task(question, with_form=parameters.constraint == "none")
@@ -136,7 +137,7 @@ def find_evidence(
         answer = yield from write(reading, EVIDENCE_SYSTEM, task, budget, constraint, ending=run is not None)
     cut = answer.finish_reason == "length" or (run is not None and run.cut)
     written = read_facts(answer.text, cut=cut)
-    facts = tuple(_resolved(Source(text), _distinct(written.facts)))
+    facts = tuple(_resolved(source, _distinct(written.facts)))
     notes, unknowns = (tuple(filter(_fits, texts)) for texts in (written.notes, written.unknowns))
     whole = Evidence(facts, notes, unknowns, written.complete, "length" if cut else "stop")
     evidence, tokens = _within(prompt, whole, budget)
@@ -164,15 +165,14 @@ class Passages:
     def grammars(self) -> Generator[Grammar, str, None]:
         """Yield the grammar of each fact, and of the end; is sent what is written."""
         before = '{"facts": ['
-        for number, passage in enumerate(self.passages, 1):
-            if number > MAX_FACTS:
-                self.cut = True
-                break
+        stated = 0
+        for passage in self.passages[:MAX_FACTS]:
             text = yield fact_grammar(passage, before)
+            stated += 1
             if self._is_full(text):
-                self.cut = number < len(self.passages)
                 break
             before = ", "
+        self.cut = stated < len(self.passages)
         yield literal_grammar("]}")
 
     def _is_full(self, text: str) -> bool:
@@ -186,9 +186,11 @@ def ranked_passages(text: str, question: str | None) -> Generator[Progress, None
     """Return the passages, the best first: as A3 ranks sentences, and for a question that none fits as without one."""
     found: list[str] = []
     words: list[list[str]] = []
+    read = 0
     for passage in passages(text):
         if len(found) % _STEP == 0:
-            yield Progress("tokenise", len(found), len(text))
+            yield Progress("tokenise", read, len(text))
+        read += len(passage)
         found.append(passage)
         words.append(terms(passage))
     if question is not None:

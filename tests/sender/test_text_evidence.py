@@ -255,7 +255,7 @@ def test_what_is_said_twice_is_read_once(find: Callable[..., Any], writes: Calla
     made = find()
     assert [(one.value, one.spans) for one in of(made).facts] == [
         ("bay C4", ((TEXT.index("the key of bay C4"), TEXT.index("the key of bay C4") + 17),)),
-        ("bay C5", of(made).facts[1].spans),
+        ("bay C5", ()),
     ]
     assert made.outcome["repeated"] == 1
 
