@@ -49,8 +49,11 @@ class Skipped:
     reason: str
 
 
-class LostError(UnavailableError):
-    """Raised by a bench that cannot measure anything any more: the run ends, and no cell is to blame."""
+class LostError(Exception):
+    """Raised by a bench that cannot measure anything any more: the run ends, and no cell is to blame.
+
+    Not one of kvferry's own errors: those stand for what crosses the wire, each for a code.
+    """
 
 
 class Bench(Protocol[Cell_contra]):
@@ -90,7 +93,7 @@ def run(
         The newest record of every cell, in the order given. A cell that is given twice is one.
 
     Raises:
-        LostError: when what measures is gone; everything that was recorded stays.
+        UnavailableError: when what measures is gone; everything that was recorded stays.
         KvferryError: when a model cannot be loaded or a record cannot be written.
     """
     origin = provenance.here()
@@ -138,8 +141,8 @@ def _measure(cell: CellType, bench: Bench[CellType], identity: str, origin: Prov
     failure, reason = None, ""
     try:
         result = bench.measure(cell)
-    except LostError:
-        raise
+    except LostError as error:
+        raise UnavailableError(str(error)) from error
     except KvferryError as error:
         status, failure = "failed", Failure(error.code, error.message)
     else:

@@ -29,6 +29,7 @@ from kvferry.core.errors import (
     StoreError,
     UnavailableError,
     UnknownMethodError,
+    error_classes,
 )
 from kvferry.core.ledger import Ledger, Lookups, Milliseconds, Rows, SenderAccount, Tokens
 
@@ -325,3 +326,9 @@ def test_what_only_one_message_cannot_reach_is_that_cells_failure(
     client.stumble = stumble
     records = run(Setting("A1"), documents=(HUT,))
     assert [record.status for record in records] == ["failed", "done"]
+
+
+def test_what_crosses_the_wire_is_still_read_as_what_it_is() -> None:
+    classes = error_classes()
+    assert classes["UNAVAILABLE"] is UnavailableError
+    assert {kind.__module__ for kind in classes.values()} == {"kvferry.core.errors"}
