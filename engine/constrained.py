@@ -70,6 +70,9 @@ _PIECE = regex.compile(
     regex.V1 | regex.S | regex.W | regex.X,
 )
 
+# What a clause, a list's entry or a table's cell ends at. Scripts without spaces leave none behind theirs.
+_MARK = regex.compile(r"[,;:|،؛](?=\s|$)|[、\uff0c\uff1b\uff1a\uff5c]", regex.V1)
+
 
 @dataclass(frozen=True)
 class Grammar:
@@ -298,8 +301,8 @@ def fact_grammar(passage: str, before: str) -> Grammar:
     """Return the grammar of one fact of a passage: ``before``, then ``{"quote", "entity", "attribute", "value"}``.
 
     The quote is the passage, so that the model has it before its eyes as it says what it is about. An attribute is one
-    to four words, 40 code points at most: what small models repeat without an end. Everything else is as in
-    ``evidence_grammar``.
+    to four words, 40 code points at most: what small models repeat without an end. A value ends where its clause does:
+    they copy to the end of what they are given. Everything else is as in ``evidence_grammar``.
 
     Args:
         passage: what is quoted, one of ``quotable``.
@@ -311,7 +314,7 @@ def fact_grammar(passage: str, before: str) -> Grammar:
         f"start: {head} {rest}",
         f"NAME: {_text(MAX_NAME)}",
         f"ATTRIBUTE: {_ATTRIBUTE}",
-        f"VALUE: {_text(MAX_VALUE)} & {_part_of(_PIECE.findall(passage))}",
+        f"VALUE: {_text(MAX_VALUE)} & ({' | '.join(map(_part_of, _clauses(passage)))})",
     )
     return Grammar("\n".join(rules))
 
@@ -329,6 +332,17 @@ def quotable(passages: Iterable[str]) -> Iterator[str]:
 def _quotable(passages: Iterable[str]) -> dict[str, list[str]]:
     """Return the passages that hold a value, with their words."""
     return {text: _PIECE.findall(text) for text in quotable(passages)}
+
+
+def _clauses(passage: str) -> list[list[str]]:
+    """Return the words of each clause that holds a value; of the passage, where only its marks could be one."""
+    clauses: list[list[str]] = [[]]
+    for piece in _PIECE.finditer(passage):
+        if _MARK.match(passage, piece.start()):
+            clauses.append([])
+        else:
+            clauses[-1].append(piece.group())
+    return [words for words in clauses if any(map(_QUOTABLE.match, words))] or [_PIECE.findall(passage)]
 
 
 def _body(value: str, quote: str) -> str:

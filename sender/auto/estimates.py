@@ -31,7 +31,7 @@ RANK_CHARACTERS_PER_SECOND = 100e3
 """A3 at work."""
 QUESTION_TOKENS = 32
 """Of a question that is not known yet, with the header of its answer."""
-FORCED_PER_READ = 3
+FORCED_PER_READ = 4
 """Tokens of form and quotes that A5's model reads for each that it writes, and that the receiver's reads."""
 
 

@@ -36,6 +36,8 @@ WORDS = [
     ["<", "think", ">", "\\", ".", "\u2028", "Ann", " ", "said"],
 ]
 PASSAGES = ["".join(words) for words in WORDS]
+# The same by clauses: only the first has two, its comma is of neither.
+CLAUSES = [[WORDS[0][:7], WORDS[0][8:]], [WORDS[1]], [WORDS[2]]]
 BLANK = ["", " ", "\r\n\t \u3000\u00a0\u2028\x1f\x00", "\n" * 500, "\u200b\ufeff", "\x01\u0301"]
 
 
@@ -282,13 +284,38 @@ def can_state(compiler: GrammarCompiler, single: dict[int, int], passage: str, t
 def test_a_passages_fact_quotes_it_and_takes_its_value_from_it(
     compiler: GrammarCompiler, single: dict[int, int]
 ) -> None:
-    for number, (words, passage) in enumerate(zip(WORDS, PASSAGES, strict=True)):
-        values = runs(words)
+    for number, (clauses, passage) in enumerate(zip(CLAUSES, PASSAGES, strict=True)):
+        values = set().union(*map(runs, clauses))
         other = next(iter(sorted(runs(WORDS[number - 1]) - values)))
         for value in sorted(values)[::7]:
             assert can_state(compiler, single, passage, of_passage(value, passage))
         assert not can_state(compiler, single, passage, of_passage(other, passage))
         assert not can_state(compiler, single, passage, of_passage(min(values), PASSAGES[number - 1]))
+
+
+@pytest.mark.parametrize(
+    ("passage", "values", "others"),
+    [
+        (
+            "EUR 1,284.50, by 3 May; see 4.2: yes",
+            ["EUR 1,284.50", "by 3 May", "4.2"],
+            ["50, by", "May;", "see 4.2: yes"],
+        ),
+        ("| gate | 10:45, daily |", ["gate", "10:45", "daily"], ["gate |", "gate | 10:45", "10:45, daily", "|"]),
+        ("x=a,b;c|d", ["x=a,b;c|d", "b;c"], []),
+        ("押金三千元，不退：见二、三款；完", ["押金三千元", "不退", "三款"], ["元，不退", "退：见", "二、三", "款；"]),
+        ("الاسم: علي، العمر؛ ٣", ["علي", "العمر"], ["علي، العمر", "العمر؛"]),
+        ("ends here,", ["ends here"], ["ends here,"]),
+        (", ;", [",", ", ;"], []),
+        ("Ann\u2019s 1.5 (a, b)", ["Ann\u2019s 1.5 (a", "b)"], ["a, b"]),
+    ],
+    ids=ascii,
+)
+def test_a_passages_value_ends_where_its_clause_does(
+    compiler: GrammarCompiler, single: dict[int, int], passage: str, values: list[str], others: list[str]
+) -> None:
+    possible = {value: can_state(compiler, single, passage, of_passage(value, passage)) for value in values + others}
+    assert possible == dict.fromkeys(values, True) | dict.fromkeys(others, False)
 
 
 @pytest.mark.parametrize("special", CHARACTERS + STRINGS, ids=ascii)

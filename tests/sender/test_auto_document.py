@@ -45,10 +45,10 @@ def test_rates_and_limits() -> None:
         f"counts as {estimates.QUESTION_TOKENS} tokens",
         f"Both hold for {link.KEPT_SECONDS:g} s, and a transfer of 1 MiB or more",
         "16 KiB of random bytes, then 256 KiB, then 1 MiB, until one takes 20 ms more",
-        "and three times the budget, for form and quotes, at the reading speed",
+        "and four times the budget, for form and quotes, at the reading speed",
         "three round trips",
     ):
         assert words in PROSE, words
     assert [size // 1024 for size in link.PADDINGS] == [16, 256, 1024]
     assert (link.TELLING_BYTES, link._ENOUGH_MS, link._ROUND_TRIPS) == (2**20, 20.0, 3)
-    assert (estimates.FORCED_PER_READ, estimates.ROUND_TRIPS) == (3, 3)
+    assert (estimates.FORCED_PER_READ, estimates.ROUND_TRIPS) == (4, 3)

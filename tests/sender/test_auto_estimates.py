@@ -122,8 +122,8 @@ def test_a_quarter_of_the_text(profile: Profile) -> None:
 
 def test_facts_cost_a_reading_and_a_writing(profile: Profile) -> None:
     found = estimate(one("A5"), TEXT, conditions(profile))
-    # A quarter of 960 tokens at 50 a second, three times as many of form and quotes at 500.
-    assert found.sender_ms == pytest.approx(2000 + 240 * 20 + 3 * 240 * 2)
+    # A quarter of 960 tokens at 50 a second, four times as many of form and quotes at 500.
+    assert found.sender_ms == pytest.approx(2000 + 240 * 20 + 4 * 240 * 2)
     assert found.receiver_ms == pytest.approx((40 + 32 + 240) * 10)
     assert 1100 < found.bytes < 1100 + 2 * HEADER
 
