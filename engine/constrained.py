@@ -10,26 +10,16 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
-import regex
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from kvferry.core.errors import ModelError
 from kvferry.engine.content import ContentEncoder
-
-MAX_FACTS = 64
-"""Most facts in one answer: what ends a small model that repeats itself."""
-MAX_REMARKS = 16
-"""Most notes, and most unknowns."""
-MAX_NAME = 80
-MAX_VALUE = 100
-MAX_QUOTE = 200
-"""Longest entity and attribute, value, and quote, note or unknown, in code points."""
 
 # Every token by which the text can go on is left. Without this, where only one text can follow, it is only the token by
 # which the library would spell that text, and it might take a control token's string in it for the token.
@@ -44,34 +34,6 @@ _LIMITS = LLParserLimits(
     max_grammar_size=10**9,
     verbose_errors=False,
 )
-# No \u: half of a surrogate pair would be JSON, but no text.
-_ESCAPES = 'nrtbf\\"'
-_FIRST = r'([^"\\\x00-\x1F\p{White_Space}\p{Default_Ignorable_Code_Point}]|\\["\\])'
-_NEXT = r'([^"\\\x00-\x1F]|\\(["\\bfnrt]|u00[01][0-9a-f]))'
-_WORD = r"[\p{L}\p{M}\p{N}]+"
-_ATTRIBUTE = rf"/{_WORD}([ _'\u{{2019}}-]{_WORD}){{0,3}}/ & /(?s:.){{1,40}}/"
-_QUOTABLE = regex.compile(r"[^\x00-\x1F\p{White_Space}\p{Default_Ignorable_Code_Point}]", regex.V1)
-# Where a word of UAX #29 ends and a number does not: in a time, behind a sign, at a power, an index or a fraction.
-_WITHIN_NUMBER = r"""
-    (?<=\p{Nd}) [:\uff1a]\p{Nd}
-  | (?<=\p{Nd}[:\uff1a]) \p{Nd}
-  | (?<= (?<! [\p{L}\p{M}\p{N}_] ) [\p{Pd}\u2212] ) \p{Nd}
-  | (?<=[\p{L}\p{M}\p{N}_]) \p{No}
-  | (?<=\p{No}) [\p{L}\p{N}_]
-"""
-# Words, numbers and white space of any language, cut where no value could hold them. Flags stand apart because a word
-# boundary among them is counted from the first one.
-_PIECE = regex.compile(
-    rf"""
-      \p{{RI}}{{2}}
-    | .{{1,{MAX_VALUE - 1}}}? (?: (?=\p{{RI}}) | \b (?! {_WITHIN_NUMBER} ) )
-    | .{{1,{MAX_VALUE}}}
-    """,
-    regex.V1 | regex.S | regex.W | regex.X,
-)
-
-# What a clause, a list's entry or a table's cell ends at. Scripts without spaces leave none behind theirs.
-_MARK = regex.compile(r"[,;:|،؛](?=\s|$)|[、\uff0c\uff1b\uff1a\uff5c]", regex.V1)
 
 
 @dataclass(frozen=True)
@@ -253,116 +215,3 @@ class GrammarCompiler:
             # What follows on other lines is the grammar, which may hold a document.
             raise ModelError(f"grammar: {matcher.get_error().partition(chr(10))[0]}")
         return GrammarConstraint(matcher, self._tokens.vocab_size, self._ends, self._encoder)
-
-    def compile_schema(self, schema: Mapping[str, Any]) -> GrammarConstraint:
-        """Return a constraint for one answer that is JSON without white space, keys in the schema's order.
-
-        Raises:
-            ModelError: when the schema is wrong, or asks for what cannot be kept.
-        """
-        options = {"whitespace_flexible": False, "json_allowed_escapes": _ESCAPES}
-        return self.compile(Grammar(f"start: %json {json.dumps({**schema, 'x-guidance': options})}"))
-
-
-def evidence_grammar(passages: Sequence[str] | None) -> Grammar:
-    """Return the grammar of evidence: ``{"facts": [{entity, attribute, value, quote}], "notes": [], "unknowns": []}``.
-
-    JSON with one space behind every comma and colon and no other white space, every field there, in this order, and at
-    least one fact: small models that may leave the list empty do so, and name facts when they may not. No string is
-    empty or begins with white space or what is not seen. Lengths are limited by the constants above.
-
-    Args:
-        passages: what may be quoted, each as a whole, however long; the fact's value is then a run of words of the same
-            passage. A word is what UAX #29 calls so, a number with its sign and a time as a whole, or ``MAX_VALUE``
-            characters of a very long one. JSON's own way of writing makes every character quotable. Without a passage
-            in which something is seen there are no facts. None: value and quote are any text.
-    """
-    quotable = None if passages is None else _quotable(passages)
-    if quotable is None:
-        bodies = ["body: " + _body("VALUE", "QUOTE"), f"VALUE: {_text(MAX_VALUE)}", f"QUOTE: {_text(MAX_QUOTE)}"]
-    else:
-        bodies = ["body: " + " | ".join(f"body{number}" for number in range(len(quotable)))]
-        for number, (text, words) in enumerate(quotable.items()):
-            bodies.append(f"body{number}: {_body(f'VALUE{number}', _literal(_escaped(text)))}")
-            bodies.append(f"VALUE{number}: {_text(MAX_VALUE)} & {_part_of(words)}")
-    names = r'"{\"entity\": \"" NAME "\", \"attribute\": \"" NAME "\", \"value\": \""'
-    rules = (
-        r'start: "{\"facts\": [" facts "], \"notes\": [" remarks "], \"unknowns\": [" remarks "]}"',
-        "facts: " + ('""' if quotable == {} else f'fact (", " fact){{0,{MAX_FACTS - 1}}}'),
-        rf'remarks: (remark (", " remark){{0,{MAX_REMARKS - 1}}})?',
-        r'remark: "\"" REMARK "\""',
-        *([] if quotable == {} else [f'fact: {names} body "\\"}}"', *bodies, f"NAME: {_text(MAX_NAME)}"]),
-        f"REMARK: {_text(MAX_QUOTE)}",
-    )
-    return Grammar("\n".join(rules))
-
-
-def fact_grammar(passage: str, before: str) -> Grammar:
-    """Return the grammar of one fact of a passage: ``before``, then ``{"quote", "entity", "attribute", "value"}``.
-
-    The quote is the passage, so that the model has it before its eyes as it says what it is about. An attribute is one
-    to four words, 40 code points at most: what small models repeat without an end. A value ends where its clause does:
-    they copy to the end of what they are given. Everything else is as in ``evidence_grammar``.
-
-    Args:
-        passage: what is quoted, one of ``quotable``.
-        before: JSON that the text begins with.
-    """
-    head = _literal(f'{before}{{"quote": "{_escaped(passage)}", "entity": "')
-    rest = r'NAME "\", \"attribute\": \"" ATTRIBUTE "\", \"value\": \"" VALUE "\"}"'
-    rules = (
-        f"start: {head} {rest}",
-        f"NAME: {_text(MAX_NAME)}",
-        f"ATTRIBUTE: {_ATTRIBUTE}",
-        f"VALUE: {_text(MAX_VALUE)} & ({' | '.join(map(_part_of, _clauses(passage)))})",
-    )
-    return Grammar("\n".join(rules))
-
-
-def literal_grammar(text: str) -> Grammar:
-    """Return the grammar of one text."""
-    return Grammar(f"start: {_literal(text)}")
-
-
-def quotable(passages: Iterable[str]) -> Iterator[str]:
-    """Yield the passages that hold a value, each once."""
-    return (text for text in dict.fromkeys(passages) if any(map(_QUOTABLE.match, _PIECE.findall(text))))
-
-
-def _quotable(passages: Iterable[str]) -> dict[str, list[str]]:
-    """Return the passages that hold a value, with their words."""
-    return {text: _PIECE.findall(text) for text in quotable(passages)}
-
-
-def _clauses(passage: str) -> list[list[str]]:
-    """Return the words of each clause that holds a value; of the passage, where only its marks could be one."""
-    clauses: list[list[str]] = [[]]
-    for piece in _PIECE.finditer(passage):
-        if _MARK.match(passage, piece.start()):
-            clauses.append([])
-        else:
-            clauses[-1].append(piece.group())
-    return [words for words in clauses if any(map(_QUOTABLE.match, words))] or [_PIECE.findall(passage)]
-
-
-def _body(value: str, quote: str) -> str:
-    return rf'{value} "\", \"quote\": \"" {quote}'
-
-
-def _text(most: int) -> str:
-    return f"/{_FIRST}{_NEXT}{{0,{most - 1}}}/"
-
-
-def _part_of(pieces: Sequence[str]) -> str:
-    return f'%regex {{"substring_chunks": {json.dumps(list(map(_escaped, pieces)), ensure_ascii=False)}}}'
-
-
-def _escaped(text: str) -> str:
-    """Return a text as it stands within a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _literal(text: str) -> str:
-    """Return a text as a grammar holds it."""
-    # Not as it is: a delete character is an error there.
-    return json.dumps(text)

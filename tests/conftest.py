@@ -7,6 +7,9 @@ tiny_model_dir       factory of model directories, as ``mlx_lm.load`` and ``kvfe
 tiny_model           factory of loaded tiny models (``kvferry.engine.model.LoadedModel``)
 random_model         factory of bare mlx-lm models of any architecture, seeded weights, nothing on disk; never shared
 tiny_tokenizer_dir   tokenizer.json and tokenizer_config.json, shared by the tiny models
+grammar_tokenizer    that tokenizer loaded by mlx-lm, with ``grammar_steps.ENDS`` as its ends
+compiler             a compiler of grammars for it (``kvferry.engine.constrained.GrammarCompiler``)
+spelling, single     the bytes of each of its tokens, and its token of each byte
 masked_logits        function: what a model says on mlx-lm's full cache where rows are masked out, head by head
 own_answer           function: the ids that a model chooses greedily on mlx-lm's own caches
 *_oracles            the modules of tests/oracles: selector, attention, budget, qfilter, quantisation
@@ -47,6 +50,7 @@ from hypothesis import settings
 import kvferry.engine  # noqa: F401  (loads a real BLAS before any test file imports MLX)
 
 if TYPE_CHECKING:
+    from kvferry.engine.constrained import GrammarCompiler
     from kvferry.engine.model import LoadedModel
 
     TinyModelDir = Callable[..., Path]
@@ -131,6 +135,39 @@ def tiny_tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), "utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def grammar_tokenizer(tiny_tokenizer_dir: Path) -> Any:
+    """Return the tiny models' tokenizer with ends of its own."""
+    from grammar_steps import ENDS
+    from mlx_lm import tokenizer_utils
+
+    return tokenizer_utils.load(tiny_tokenizer_dir, eos_token_ids=list(ENDS))
+
+
+@pytest.fixture(scope="session")
+def compiler(grammar_tokenizer: Any) -> GrammarCompiler:
+    """Return a compiler of grammars for that tokenizer."""
+    from kvferry.engine.constrained import GrammarCompiler
+
+    return GrammarCompiler(grammar_tokenizer)
+
+
+@pytest.fixture(scope="session")
+def spelling(grammar_tokenizer: Any) -> list[bytes]:
+    """Return every token's bytes."""
+    from grammar_steps import spellings
+
+    return spellings(grammar_tokenizer)
+
+
+@pytest.fixture(scope="session")
+def single(spelling: list[bytes]) -> dict[int, int]:
+    """Return the token of every byte."""
+    from grammar_steps import byte_tokens
+
+    return byte_tokens(spelling)
 
 
 @pytest.fixture(scope="session")

@@ -20,23 +20,21 @@ from kvferry.core.manifest import Scalar
 from kvferry.core.progress import Progress
 from kvferry.core.wire import MethodInfo
 from kvferry.core.words import terms
-from kvferry.engine.constrained import (
-    MAX_FACTS,
-    MAX_QUOTE,
-    Chain,
-    Constraint,
-    Grammar,
-    evidence_grammar,
-    fact_grammar,
-    literal_grammar,
-    quotable,
-)
+from kvferry.engine.constrained import Chain, Constraint, Grammar
 from kvferry.engine.generate import Answer
 from kvferry.engine.prompt import EVIDENCE_SYSTEM, PromptBuilder, evidence_task, evidence_text
 from kvferry.sender.method import EvidenceMaterial
 from kvferry.sender.reading import Reading
 from kvferry.sender.text import graphemes
 from kvferry.sender.text.counted import BudgetParameters, budget_tokens
+from kvferry.sender.text.evidence_grammars import (
+    MAX_FACTS,
+    MAX_QUOTE,
+    evidence_grammar,
+    fact_grammar,
+    literal_grammar,
+    quotable,
+)
 from kvferry.sender.text.extractive import aware_scores, blind_scores
 from kvferry.sender.text.facts import RawFact, Written, read_facts
 from kvferry.sender.text.generating import write

@@ -17,6 +17,8 @@ from kvferry.sender.text.assembly import Piece
 
 LONGEST = 600
 """Code points of a piece at most, but for a single character that is longer: what holds no sentence end is cut."""
+CLAUSE_END = r"(?:[;:,](?=\s)|[\u3001\uff0c\uff1b\uff1a\u060c\u061b])"
+"""What ends a clause or an entry of a list: within a number or a word the same characters do not."""
 
 _LINE = regex.compile(r"[^\n\r\v\f\x85\u2028\u2029]*+(?:\r\n|[\n\r\v\f\x85\u2028\u2029]|$)")
 # Table rows, mark-up, brackets, and lines that begin with a date or a time: taken whole.
@@ -37,7 +39,7 @@ _GOES_ON = regex.compile(r"""[\p{Ps}\p{Pi}"'*_`]*+\p{Ll}""")
 _BEFORE = regex.compile(r"(?r)[\p{L}\p{M}\p{N}][\p{L}\p{M}\p{N}.]*")
 _LIST_NUMBER = regex.compile(r"[\s\p{Ps}#>*+-]*+(?:\p{N}{1,4}(?:\.\p{N}{1,4})*+|[ivxIVX]{1,5}|\p{L})")
 _LETTER_OR_SPACE = regex.compile(r"[\p{L}\p{M}\s]")
-_CLAUSE = regex.compile(r"[;:,]\s++|[\u3001\uff0c\uff1b\uff1a\u060c\u061b]\s*+")
+_CLAUSE = regex.compile(CLAUSE_END + r"\s*+")
 _SPACE = regex.compile(r"\s++")
 
 

@@ -12,13 +12,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import regex
-from grammar_steps import ENDS, VOCABULARY, allowed, follow, walk
+from grammar_steps import ENDS, VOCABULARY, allowed, follow, schema_grammar, walk
 from mlx_lm import tokenizer_utils
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from kvferry.core.errors import ModelError
 from kvferry.core.progress import finish
-from kvferry.engine.constrained import Chain, Constraint, Grammar, GrammarCompiler, evidence_grammar
+from kvferry.engine.constrained import Chain, Constraint, Grammar, GrammarCompiler
 from kvferry.engine.content import ContentEncoder
 from kvferry.engine.generate import Answer, Sampling, generate
 from kvferry.engine.model import LoadedModel
@@ -53,7 +53,7 @@ def can_go_on(pattern: regex.Pattern[str], data: bytes) -> bool:
 def test_a_token_is_left_exactly_where_the_text_can_go_on(
     compiler: GrammarCompiler, spelling: list[bytes], seed: int
 ) -> None:
-    constraint = compiler.compile_schema(LITTLE)
+    constraint = compiler.compile(schema_grammar(LITTLE))
     rng = np.random.default_rng(seed)
     text = b""
     while not constraint.finished:
@@ -67,7 +67,7 @@ def test_a_token_is_left_exactly_where_the_text_can_go_on(
 
 
 def test_ends_are_left_exactly_where_the_answer_may_end(compiler: GrammarCompiler, single: dict[int, int]) -> None:
-    constraint = compiler.compile_schema({"type": "integer", "minimum": 5, "maximum": 12345})
+    constraint = compiler.compile(schema_grammar({"type": "integer", "minimum": 5, "maximum": 12345}))
     digits = {single[digit] for digit in b"0123456789"}
     assert not set(ENDS) & set(allowed(constraint))
     constraint.accept(single[ord("1")])
@@ -84,7 +84,7 @@ def test_an_end_token_that_is_text_ends_nothing_within_a_string(
 ) -> None:
     ends = [single[ord("e")], ENDS[0]]
     tokenizer = tokenizer_utils.load(tiny_tokenizer_dir, eos_token_ids=ends)
-    constraint = GrammarCompiler(tokenizer).compile_schema(LITTLE)
+    constraint = GrammarCompiler(tokenizer).compile(schema_grammar(LITTLE))
     assert follow(constraint, single, '{"a":"th') == '{"a":"th'
     assert not tokenizer.eos_token_ids & set(allowed(constraint))
     assert follow(constraint, single, '","b":[]}') == '","b":[]}'
@@ -93,7 +93,7 @@ def test_an_end_token_that_is_text_ends_nothing_within_a_string(
 
 def test_ends_that_the_tokenizer_lacks_do_not_matter(tiny_tokenizer_dir: Path, single: dict[int, int]) -> None:
     tokenizer = tokenizer_utils.load(tiny_tokenizer_dir, eos_token_ids=[ENDS[0], 500, 10**6])
-    constraint = GrammarCompiler(tokenizer).compile_schema({"const": 1})
+    constraint = GrammarCompiler(tokenizer).compile(schema_grammar({"const": 1}))
     assert follow(constraint, single, "1") == "1"
     assert set(allowed(constraint, 512)) == {*ENDS} & tokenizer.eos_token_ids
 
@@ -101,21 +101,21 @@ def test_ends_that_the_tokenizer_lacks_do_not_matter(tiny_tokenizer_dir: Path, s
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("size", [VOCABULARY, 512])
 def test_logits_stay_what_they_are_or_become_impossible(compiler: GrammarCompiler, dtype: mx.Dtype, size: int) -> None:
-    constraint = compiler.compile_schema(LITTLE)
+    constraint = compiler.compile(schema_grammar(LITTLE))
     logits = mx.array(np.random.default_rng(0).standard_normal(size), dtype=dtype)
     logits = mx.where(mx.arange(size) < VOCABULARY, logits, 1e4).astype(dtype)
     masked = constraint.mask(logits)
     assert masked.dtype == dtype
     assert masked.shape == (size,)
     left = np.isfinite(np.array(masked.astype(mx.float32)))
-    assert np.flatnonzero(left).tolist() == allowed(compiler.compile_schema(LITTLE))
+    assert np.flatnonzero(left).tolist() == allowed(compiler.compile(schema_grammar(LITTLE)))
     assert np.array_equal(np.array(masked.astype(mx.float32))[left], np.array(logits.astype(mx.float32))[left])
 
 
 def test_a_smaller_head_than_the_vocabulary_loses_its_last_ids(
     compiler: GrammarCompiler, single: dict[int, int]
 ) -> None:
-    constraint = compiler.compile_schema({"const": 1})
+    constraint = compiler.compile(schema_grammar({"const": 1}))
     whole = allowed(constraint)
     assert allowed(constraint, whole[0] + 1) == whole[:1]
     with pytest.raises(ModelError, match="no token of this model continues the answer"):
@@ -129,7 +129,9 @@ def test_a_smaller_head_than_the_vocabulary_loses_its_last_ids(
 def test_whatever_the_logits_the_answer_follows_the_schema(
     compiler: GrammarCompiler, spelling: list[bytes], seed: int
 ) -> None:
-    message = json.loads(b"".join(spelling[token] for token in walk(compiler.compile_schema(LITTLE), seed, spelling)))
+    message = json.loads(
+        b"".join(spelling[token] for token in walk(compiler.compile(schema_grammar(LITTLE)), seed, spelling))
+    )
     assert list(message) == ["a", "b"]
     assert 1 <= len(message["a"]) <= 3
     assert len(message["b"]) <= 2
@@ -140,7 +142,7 @@ def test_whatever_the_logits_the_answer_follows_the_schema(
 def test_what_the_schema_does_not_say_cannot_be_written(
     compiler: GrammarCompiler, single: dict[int, int], text: str
 ) -> None:
-    constraint = compiler.compile_schema({"type": "string", "maxLength": 3})
+    constraint = compiler.compile(schema_grammar({"type": "string", "maxLength": 3}))
     assert follow(constraint, single, text) != text
 
 
@@ -193,15 +195,17 @@ def test_tokens_of_other_kinds_spell_the_same_grammar(make: Callable[[], Tokeniz
     assert b"<tool>" not in start
     assert "▁the".encode() in start
     spelling = [tokenizer.backend_tokenizer.id_to_token(token).encode() for token in range(size)]
-    passages = ['the é "漢字" 👩\u200d🚀', "<tool> the end", "the\tend\\"]
+    texts = ['the é "漢字" 👩\u200d🚀', "<tool> the end", "the\tend\\"]
+    choices = " | ".join(f'"{number}:" PART{number}' for number in range(len(texts)))
+    parts = (f'PART{number}: %regex {{"substring_chars": {json.dumps(text)}}}' for number, text in enumerate(texts))
+    rules = Grammar("\n".join([f"start: {choices}", *parts]))
     seen = set()
-    for seed in range(12):
-        ids = walk(compiler.compile(evidence_grammar(passages)), seed, spelling)
-        facts = json.loads(tokenizer.decode(ids))["facts"]
-        assert facts
-        assert all(found["value"] in found["quote"] for found in facts)
-        seen |= {(found["value"], found["quote"]) for found in facts}
-    assert {quote for _, quote in seen} == set(passages)
+    for seed in range(24):
+        ids = walk(compiler.compile(rules), seed, spelling)
+        number, _, part = tokenizer.decode(ids, skip_special_tokens=True).partition(":")
+        assert part in texts[int(number)]
+        seen.add((number, part))
+    assert {number for number, _ in seen} == {"0", "1", "2"}
     assert len(seen) > 8
 
 
@@ -232,18 +236,18 @@ def test_a_tokenizer_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [{"type": "strong"}, {"type": "string", "pattern": "(?=a)b"}, {"$ref": "#/nowhere"}])
 def test_a_wrong_schema_is_refused(compiler: GrammarCompiler, wrong: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match="^grammar: "):
-        compiler.compile_schema(wrong)
+        compiler.compile(schema_grammar(wrong))
 
 
 def test_a_wrong_grammar_is_refused_without_telling_the_document(compiler: GrammarCompiler) -> None:
     with pytest.raises(ModelError, match="^grammar: ") as caught:
-        compiler.compile(Grammar(evidence_grammar(["the secret is 4417"]).source + "\nstart: NOWHERE"))
+        compiler.compile(Grammar('start: NOWHERE "the secret is 4417"'))
     assert "4417" not in caught.value.message
 
 
 @pytest.mark.parametrize("token", [0, 5, ENDS[0], 377, 379, VOCABULARY, 10**6])
 def test_a_token_that_the_grammar_does_not_allow_is_refused(compiler: GrammarCompiler, token: int) -> None:
-    constraint = compiler.compile_schema(LITTLE)
+    constraint = compiler.compile(schema_grammar(LITTLE))
     assert token not in allowed(constraint)
     with pytest.raises(ModelError, match=f"grammar: token {token} leaves it"):
         constraint.accept(token)
@@ -251,7 +255,7 @@ def test_a_token_that_the_grammar_does_not_allow_is_refused(compiler: GrammarCom
 
 
 def test_nothing_follows_an_end(compiler: GrammarCompiler, single: dict[int, int]) -> None:
-    constraint = compiler.compile_schema({"type": "integer"})
+    constraint = compiler.compile(schema_grammar({"type": "integer"}))
     constraint.accept(single[ord("1")])
     constraint.accept(ENDS[0])
     with pytest.raises(ModelError, match="leaves it"):
@@ -446,25 +450,25 @@ def test_the_model_reads_what_must_follow_and_is_not_asked(loaded: LoadedModel, 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 2.0, "top_p": 0.5}])
 def test_a_model_writes_what_the_schema_says_and_stops(loaded: LoadedModel, sampling: dict[str, Any]) -> None:
-    made = answer(loaded, loaded.grammars.compile_schema(LITTLE), max_tokens=200, **sampling)
+    made = answer(loaded, loaded.grammars.compile(schema_grammar(LITTLE)), max_tokens=200, **sampling)
     assert LITTLE_PATTERN.fullmatch(made.text)
     assert made.finish_reason == "stop"
     assert not set(made.token_ids) & set(loaded.tokenizer.eos_token_ids)
 
 
 def test_an_answer_is_stopped_by_its_end_or_by_its_length(loaded: LoadedModel) -> None:
-    whole = answer(loaded, loaded.grammars.compile_schema(LITTLE), max_tokens=200)
-    exact = answer(loaded, loaded.grammars.compile_schema(LITTLE), max_tokens=len(whole.token_ids))
+    whole = answer(loaded, loaded.grammars.compile(schema_grammar(LITTLE)), max_tokens=200)
+    exact = answer(loaded, loaded.grammars.compile(schema_grammar(LITTLE)), max_tokens=len(whole.token_ids))
     assert exact == whole
-    short = answer(loaded, loaded.grammars.compile_schema(LITTLE), max_tokens=len(whole.token_ids) - 1)
+    short = answer(loaded, loaded.grammars.compile(schema_grammar(LITTLE)), max_tokens=len(whole.token_ids) - 1)
     assert short.finish_reason == "length"
     assert short.token_ids == whole.token_ids[:-1]
 
 
 def test_of_the_tokens_left_the_likeliest_is_chosen(loaded: LoadedModel) -> None:
     prefix, question = loaded.prompt.prefix("The keys are with Ada Lindqvist."), loaded.prompt.fresh("Who?")
-    made = answer(loaded, loaded.grammars.compile_schema(LITTLE), max_tokens=200)
-    rules = loaded.grammars.compile_schema(LITTLE)
+    made = answer(loaded, loaded.grammars.compile(schema_grammar(LITTLE)), max_tokens=200)
+    rules = loaded.grammars.compile(schema_grammar(LITTLE))
     text = prefix + question
     for token in made.token_ids:
         logits = np.array(loaded.model(mx.array([text]))[0, -1])
@@ -487,7 +491,7 @@ def test_where_the_answer_may_end_the_model_decides(loaded: LoadedModel, single:
             return mx.broadcast_to(mx.array(self.logits), (1, ids.shape[1], VOCABULARY))
 
     def run(favourites: Sequence[int]) -> Answer:
-        rules = loaded.grammars.compile_schema({"type": "integer", "minimum": 1, "maximum": 10**6})
+        rules = loaded.grammars.compile(schema_grammar({"type": "integer", "minimum": 1, "maximum": 10**6}))
         steps = generate(Fixed(favourites), loaded.tokenizer, [1], [], Sampling(max_tokens=5), constraint=rules)
         made: Answer = finish(steps, lambda _: None)
         return made

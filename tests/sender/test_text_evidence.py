@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from kvferry.core import evidence
 from kvferry.core.errors import InvalidRequestError
 from kvferry.core.evidence import Evidence, Fact, Reference, References
-from kvferry.engine.constrained import MAX_FACTS, MAX_QUOTE, Grammar, evidence_grammar, quotable
+from kvferry.engine.constrained import Grammar
 from kvferry.engine.generate import Answer, Token
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.prompt import EVIDENCE_SYSTEM, evidence_task, evidence_text
 from kvferry.sender import registry
 from kvferry.sender.method import EvidenceMaterial
 from kvferry.sender.text.evidence import Passages, passages, ranked_passages
+from kvferry.sender.text.evidence_grammars import MAX_FACTS, MAX_QUOTE, evidence_grammar, quotable
 from kvferry.sender.text.quotes import Source, supports
 
 TEXT = (

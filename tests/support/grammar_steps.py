@@ -10,12 +10,18 @@ import mlx.core as mx
 import numpy as np
 
 from kvferry.core.errors import ModelError
-from kvferry.engine.constrained import Constraint
+from kvferry.engine.constrained import Constraint, Grammar
 
 VOCABULARY = 380
 """The tiny models' logits."""
 ENDS = (376, 378)
 """What may end an answer: a control token of the tiny models, and another one than the configuration names."""
+
+
+def schema_grammar(schema: Mapping[str, Any]) -> Grammar:
+    """Return the grammar of JSON by a schema: no white space, keys in its order, no half of a surrogate pair."""
+    options = {"whitespace_flexible": False, "json_allowed_escapes": 'nrtbf\\"'}
+    return Grammar(f"start: %json {json.dumps({**schema, 'x-guidance': options})}")
 
 
 def spellings(tokenizer: Any) -> list[bytes]:

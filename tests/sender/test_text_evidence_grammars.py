@@ -15,14 +15,13 @@ from grammar_steps import ENDS, allowed, follow, walk
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.engine.constrained import (
+from kvferry.engine.constrained import Constraint, GrammarCompiler
+from kvferry.sender.text.evidence_grammars import (
     MAX_FACTS,
     MAX_NAME,
     MAX_QUOTE,
     MAX_REMARKS,
     MAX_VALUE,
-    Constraint,
-    GrammarCompiler,
     evidence_grammar,
     fact_grammar,
     quotable,
