@@ -132,7 +132,8 @@ def find_evidence(
     if text.strip() and (run is None or run.passages):
         task = evidence_task(question, with_form=parameters.constraint == "none")
         constraint = _constraint(reading, parameters) if run is None else Chain(reading.model.grammars, run.grammars())
-        answer = yield from write(reading, EVIDENCE_SYSTEM, task, budget, constraint, ending=run is not None)
+        filled = None if run is None else lambda: run.read
+        answer = yield from write(reading, EVIDENCE_SYSTEM, task, budget, constraint, filled=filled)
     cut = answer.finish_reason == "length" or (run is not None and run.cut)
     written = read_facts(answer.text, cut=cut)
     facts = tuple(_resolved(source, _distinct(written.facts)))
@@ -149,12 +150,14 @@ class Passages:
     Attributes:
         passages: what there is to quote, the best first.
         cut: whether some were left, when the budget was full or for the limit of facts.
+        read: tokens of the facts so far, as a reader is given them.
     """
 
     def __init__(self, prompt: PromptBuilder, source: Source, ranked: Iterable[str], budget: int) -> None:
         # One more than may be used, to know whether some are left.
         self.passages = list(islice(quotable(ranked), MAX_FACTS + 1))
         self.cut = False
+        self.read = 0
         self._prompt = prompt
         self._source = source
         self._budget = budget
@@ -176,8 +179,9 @@ class Passages:
     def _is_full(self, text: str) -> bool:
         stated = _distinct(read_facts(text, cut=True).facts)
         self._facts += _resolved(self._source, stated[len(self._facts) :])
-        read = evidence_text(Evidence(tuple(self._facts), (), (), complete=False, stop="length"))
-        return self._prompt.count(read) >= self._budget
+        stated_so_far = Evidence(tuple(self._facts), (), (), complete=False, stop="length")
+        self.read = self._prompt.count(evidence_text(stated_so_far))
+        return self.read >= self._budget
 
 
 def ranked_passages(text: str, question: str | None) -> Generator[Progress, None, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 from kvferry.core.manifest import Scalar
@@ -51,7 +51,7 @@ def write(
     most: int,
     constraint: Constraint | None = None,
     *,
-    ending: bool = False,
+    filled: Callable[[], int] | None = None,
 ) -> Generator[Progress, None, Answer]:
     """Read the document under a prompt of one's own and carry an instruction out, greedily.
 
@@ -61,7 +61,8 @@ def write(
         instruction: what is to be done.
         most: tokens that may be generated.
         constraint: what the answer must keep to, made by the same model; it is used up.
-        ending: whether the constraint ends the answer by itself; it may then fill the context.
+        filled: says how many of ``most`` are used, where the constraint counts them in its own way and ends the answer
+            by itself. What is generated may then fill the context.
 
     Raises:
         ContextOverflowError: when document, instruction and ``most`` do not fit the context. Nothing is cut silently.
@@ -69,14 +70,13 @@ def write(
     model = reading.model
     prefix, fresh = model.prompt.prefix(reading.text, system), model.prompt.task(instruction)
     model.check_context(len(prefix), len(fresh), most)
-    if ending:
-        most = model.profile.context_length - len(prefix) - len(fresh)
+    room = most if filled is None else model.profile.context_length - len(prefix) - len(fresh)
     caches = yield from reading.read(prefix)
-    steps = model.answer(fresh, caches, len(prefix), Sampling(max_tokens=most), constraint)
+    steps = model.answer(fresh, caches, len(prefix), Sampling(max_tokens=room), constraint)
     with contextlib.closing(steps):
         done = 0
         while True:
-            yield Progress("method", done, most)
+            yield Progress("method", min(done if filled is None else filled(), most), most)
             try:
                 token = next(steps)
             except StopIteration as stop:

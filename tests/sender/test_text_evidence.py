@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvferry.core import evidence
 from kvferry.core.errors import InvalidRequestError
 from kvferry.core.evidence import Evidence, Fact, Reference, References
+from kvferry.core.progress import Progress, finish
 from kvferry.engine.constrained import Grammar
 from kvferry.engine.generate import Answer, Token
 from kvferry.engine.model import LoadedModel
@@ -431,6 +432,19 @@ def test_a_random_models_facts_follow_the_passages(
     best = [passage for passage in drain(ranked_passages(TEXT, None)) if passage in list(quotable(passages(TEXT)))]
     assert [TEXT[slice(*one.place)] for one in of(made).facts] == best
     assert (of(made).complete, of(made).stop) == (True, "stop")
+
+
+def test_progress_counts_what_a_reader_is_given(
+    workshop: Callable[..., Any], tiny_model: Callable[..., LoadedModel]
+) -> None:
+    shop, method = workshop(tiny_model("llama", context=16384)), registry.find("A5")
+    parameters = registry.check_parameters(method, {"budget": 5000})
+    seen: list[Progress] = []
+    made = finish(method.make(shop.reading(TEXT), parameters), seen.append)
+    *writing, last = [(step.done, step.total) for step in seen if step.stage == "method"]
+    assert len({done for done, _ in writing}) == 1 + len(of(made).facts)
+    assert writing == sorted(writing)
+    assert (writing[0], writing[-1], last) == ((0, 5000), (made.outcome["tokens"], 5000), (5000, 5000))
 
 
 def test_a_document_is_read_once_for_all_its_questions(
