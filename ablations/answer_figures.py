@@ -1,4 +1,4 @@
-"""What one answer from a method's message is worth, and what it cost."""
+"""What one answer from a method's message says, and what it cost."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ class AnswerFigures(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         artifact: id of what the answer was given from, in hexadecimal.
         name, label, aware, form: of the method.
-        kind: of the question.
-        prediction: the answer.
-        exact, contains, f1: see ``kvferry.ablations.scoring``.
+        prediction: the answer. Whether it is right is judged when a table is made.
         finish_reason: "stop" or "length".
         fallback: what was done instead of what was asked for, "" for nothing.
         document_bytes: of the text, UTF-8.
@@ -29,9 +27,11 @@ class AnswerFigures(msgspec.Struct, frozen=True, kw_only=True):
         lookups, lookup_bytes, lookup_ms: passages fetched for this answer.
         wire_bytes: artifact and look-ups.
         sender_prefill_tokens, receiver_prefill_tokens, reused_tokens, generated_tokens: see docs/ledger.md.
-        sender_ms: prefill, method and encoding, when the artifact was made.
+        sender_prefill_ms: reading, when the artifact was made; 0 when what was read for an earlier one was at hand.
+        sender_ms: method and encoding.
         transfer_ms, total_ms: see docs/ledger.md.
         first_token_ms: from the accepted question to the first text; None for an empty answer.
+        first_ask: whether no question had been asked of the artifact since it crossed.
     """
 
     artifact: str
@@ -39,11 +39,7 @@ class AnswerFigures(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     aware: bool
     form: str
-    kind: str
     prediction: str
-    exact: bool
-    contains: bool
-    f1: float
     finish_reason: str
     fallback: str
     document_bytes: int
@@ -59,10 +55,12 @@ class AnswerFigures(msgspec.Struct, frozen=True, kw_only=True):
     receiver_prefill_tokens: int
     reused_tokens: int
     generated_tokens: int
+    sender_prefill_ms: float
     sender_ms: float
     transfer_ms: float
     total_ms: float
     first_token_ms: float | None
+    first_ask: bool
 
 
 def of_record(record: Record) -> AnswerFigures:

@@ -57,8 +57,6 @@ class AnswerCell:
         return [
             digest(self.document.text.encode("utf-8")),
             self.question.question,
-            self.question.kind,
-            list(self.question.answers),
             self.max_tokens,
         ]
 
@@ -119,20 +117,28 @@ def bundled() -> AnswerGrid:
     return load(Path(str(files("kvferry.ablations").joinpath("grids", "answers.toml"))))
 
 
-def choose(documents: Sequence[Examined], names: Sequence[str], first: int | None = None) -> tuple[Examined, ...]:
+def choose(documents: Sequence[Examined], names: Sequence[str], sample: int | None = None) -> tuple[Examined, ...]:
     """Return the documents of these names, all of them where no name is given.
 
     Args:
         documents: those that there are.
         names: of those to return.
-        first: most questions of each, from its first on; None for all.
+        sample: most questions of each; None for all. Every document's begin one later than those of the one before it,
+            so that a sample has questions of every kind and place. A larger one holds the smaller.
 
     Raises:
         InvalidRequestError: naming the document that is not there, and those that are.
     """
-    known = {document.name: document for document in documents}
+    known = {document.name: _sample(document, at, sample) for at, document in enumerate(documents)}
     for name in names:
         if name not in known:
             raise InvalidRequestError(f"document: {name!r} is not one of {', '.join(known)}", field="document")
-    chosen = [known[name] for name in dict.fromkeys(names)] if names else documents
-    return tuple(replace(document, questions=document.questions[:first]) for document in chosen)
+    return tuple(known[name] for name in dict.fromkeys(names)) if names else tuple(known.values())
+
+
+def _sample(document: Examined, number: int, most: int | None) -> Examined:
+    if most is None:
+        return document
+    begin = number % len(document.questions)
+    turned = document.questions[begin:] + document.questions[:begin]
+    return replace(document, questions=turned[:most])

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.ablations import runner, scoring
+from kvferry.ablations import runner
 from kvferry.ablations.answer_figures import OUTCOME, AnswerFigures
 from kvferry.ablations.answer_grid import AnswerCell, AnswerGrid
 from kvferry.ablations.planning import checked
@@ -48,7 +48,7 @@ def run(
         documents: what is asked about.
         records: the JSON-lines file.
         advance: told what happens and which share of the whole is done.
-        recorded: whether to run nothing and leave out what is not finished.
+        recorded: whether to ask nothing and leave out what has no record.
 
     Raises:
         UnknownMethodError: naming a method that this version does not have, before anything is run.
@@ -106,6 +106,7 @@ class AnswerBench:
         self._client = client
         self._store = store
         self._sent: _Sent | None = None
+        self._asked = False
 
     @cached_property
     def model(self) -> object:
@@ -127,7 +128,9 @@ class AnswerBench:
         except UnavailableError:
             self._check_daemons()
             raise
-        return msgspec.structs.asdict(_figures(cell, info, report, answer)) | self._outcome(report)
+        figures = _figures(info, report, answer, first_ask=not self._asked)
+        self._asked = True
+        return msgspec.structs.asdict(figures) | self._outcome(report)
 
     def _check_daemons(self) -> None:
         try:
@@ -142,7 +145,7 @@ class AnswerBench:
         wanted = (cell.document, cell.setting, question)
         if self._sent is None or (self._sent.document, self._sent.setting, self._sent.question) != wanted:
             self._drop()
-            self._sent = _Sent(*wanted, self._send(cell, question))
+            self._sent, self._asked = _Sent(*wanted, self._send(cell, question)), False
         if isinstance(self._sent.result, KvferryError):
             raise self._sent.result
         return self._sent.result
@@ -168,20 +171,15 @@ class AnswerBench:
         return {name: value for name, value in manifest.method.params.items() if name.startswith(OUTCOME)}
 
 
-def _figures(cell: AnswerCell, info: MethodInfo, report: SendReport, answer: Answer) -> AnswerFigures:
+def _figures(info: MethodInfo, report: SendReport, answer: Answer, *, first_ask: bool) -> AnswerFigures:
     ledger, account = answer.ledger, report.account
-    score = scoring.score(answer.text, cell.question.answers)
     return AnswerFigures(
         artifact=report.artifact_id,
         name=info.name,
         label=info.label,
         aware=info.aware,
         form=report.form,
-        kind=cell.question.kind,
         prediction=answer.text,
-        exact=score.exact,
-        contains=score.contains,
-        f1=score.f1,
         finish_reason=answer.finish_reason,
         fallback=ledger.fallback or "",
         document_bytes=report.document_bytes,
@@ -197,10 +195,12 @@ def _figures(cell: AnswerCell, info: MethodInfo, report: SendReport, answer: Ans
         receiver_prefill_tokens=ledger.tokens.receiver_prefill,
         reused_tokens=ledger.tokens.reused,
         generated_tokens=ledger.tokens.generated,
-        sender_ms=account.prefill_ms + account.method_ms + account.encode_ms,
+        sender_prefill_ms=account.prefill_ms,
+        sender_ms=account.method_ms + account.encode_ms,
         transfer_ms=account.transfer_ms,
         total_ms=ledger.ms.total,
         first_token_ms=ledger.ms.first_token,
+        first_ask=first_ask,
     )
 
 

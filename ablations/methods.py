@@ -217,7 +217,7 @@ class MethodBench:
         for _ in range(TURNS):
             for cache, times in zip((rebuilt, subject.dense), seen, strict=True):
                 start = time.perf_counter()
-                mx.argmax(self._loaded.forward(ids, cache.branch(len(ids)))[-1]).item()
+                mx.argmax(self._loaded.last_logits(ids, cache.branch(len(ids)))).item()
                 times.append(_since(start))
         return statistics.median(seen[0]), statistics.median(seen[1])
 

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -15,8 +16,22 @@ from kvferry.core import links
 from kvferry.core.digests import Hasher
 from kvferry.engine.backend import runtime_versions
 
-# What figures depend on. A commit to a document or to the client must not make a finished run look stale.
-_SOURCES = ("ablations", "core", "engine", "kernels", "mapper", "receiver", "sender")
+# What figures depend on. A commit to a document, to the client or to what makes tables of records must not make a
+# finished run look stale; documents and questions that a cell is about are in its id.
+_SOURCES = (
+    "ablations",
+    "core",
+    "engine",
+    "kernels",
+    "mapper",
+    "receiver",
+    "sender",
+    ":(exclude)ablations/report",
+    ":(exclude)ablations/grids",
+)
+# What changes speeds and does not show in versions.
+_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "LD_PRELOAD", "DYLD_INSERT_LIBRARIES")
+_PACKAGES = ("llguidance", "tokenizers")
 _COMMIT_DIGITS = 12
 _GIT_SECONDS = 10.0
 
@@ -28,10 +43,12 @@ class Provenance(msgspec.Struct, frozen=True):
         commit: the newest commit that changed the packages a figure depends on, with "+" and a digest of what is not
             committed in them; without a checkout the version.
         processor: as the system names it.
-        cores: processors that the system shows.
+        cores: processors that this process may use.
         device: what MLX computes on, "cpu" or "gpu".
         system: operating system and architecture.
-        versions: of kvferry, mlx, mlx_lm, Python, and the BLAS library ("" where MLX brings its own).
+        versions: of kvferry, mlx, mlx_lm, llguidance, tokenizers, Python, and the BLAS library ("" where MLX brings
+            its own).
+        environment: variables that change speeds, where they are set; of libraries the file's name.
     """
 
     commit: str
@@ -40,11 +57,14 @@ class Provenance(msgspec.Struct, frozen=True):
     device: str
     system: str
     versions: dict[str, str]
+    environment: dict[str, str] = {}
 
     @property
     def machine(self) -> str:
         """One line for people."""
-        return f"{self.processor}, {self.cores} cores, {self.system}, MLX on the {self.device}"
+        cores = "1 core" if self.cores == 1 else f"{self.cores} cores"
+        described = f"{self.processor}, {cores}, {self.system}, MLX on the {self.device}"
+        return ", ".join([described, *(f"{name}={value}" for name, value in self.environment.items())])
 
 
 def here() -> Provenance:
@@ -54,16 +74,22 @@ def here() -> Provenance:
     return Provenance(
         commit=_commit(Path(__file__).resolve().parent.parent) or f"kvferry {versions['kvferry']}",
         processor=_processor(),
-        cores=os.cpu_count() or 1,
+        cores=_cores(),
         device=device,
         system=f"{platform.system()} {platform.machine()}",
-        versions=versions | {"python": platform.python_version()},
+        versions=versions | {name: version(name) for name in _PACKAGES} | {"python": platform.python_version()},
+        environment={name: Path(value).name for name in _VARIABLES if (value := os.environ.get(name))},
     )
 
 
 def today() -> str:
     """Return the date in UTC, as ISO 8601 writes it."""
     return datetime.now(UTC).date().isoformat()
+
+
+def _cores() -> int:
+    # macOS pins no process.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _commit(root: Path) -> str:

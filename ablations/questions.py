@@ -6,7 +6,7 @@ A set is a folder: a TOML file a document, the text beside it.
 
     [[questions]]
     question = "…"                  # in the document's language
-    answers = ["…", "…"]            # short; the best of them counts, see kvferry.ablations.scoring
+    answers = ["…", "…"]            # short; the best of them counts, see kvferry.ablations.report.scoring
     quote = "…"                     # a passage of the document that is there once and holds an answer
     kind = "number"                 # what makes it easy or hard, one of KINDS
 
@@ -23,7 +23,8 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from kvferry.ablations import scoring, toml_files
+from kvferry.ablations import toml_files
+from kvferry.ablations.report import scoring
 from kvferry.core.errors import ConfigError
 
 Kind = Literal["name", "number", "date", "code", "negation", "near-duplicate", "paraphrase", "reason"]

@@ -7,7 +7,6 @@ that failed: the newest record of a cell counts.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -88,9 +87,13 @@ class RecordFile:
             raise StoreError(f"{path}: line {len(lines) + 1} is no record", path=str(path))
         self._whole = len(data) - len(torn)
 
+    def newest(self, cell: str) -> Record | None:
+        """Return a cell's newest record, None when there is none."""
+        return self._found.get(cell)
+
     def finished(self, cell: str) -> Record | None:
         """Return a cell's newest record, None when there is none or the cell failed."""
-        record = self._found.get(cell)
+        record = self.newest(cell)
         return None if record is None or record.status == "failed" else record
 
     def append(self, record: Record) -> None:
@@ -121,8 +124,3 @@ class RecordFile:
             return json_records.decode(line, Record)
         except msgspec.MsgspecError as error:
             raise StoreError(f"{self._path}: line {number} is no record: {error}", path=str(self._path)) from error
-
-
-def failures(records: Iterable[Record]) -> list[Record]:
-    """Return the cells that failed."""
-    return [record for record in records if record.status == "failed"]

@@ -87,7 +87,8 @@ def run(
         file: where records go; finished cells found there are not run again.
         open_bench: loads a model.
         advance: told what happens and which share of the whole is done.
-        recorded: whether to run nothing and leave out what is not finished.
+        recorded: whether to run no cell and leave out those without a record. Models are loaded all the same: a
+            record is of a model's contents, not of its name.
 
     Returns:
         The newest record of every cell, in the order given. A cell that is given twice is one.
@@ -107,7 +108,7 @@ def run(
                 advance(cell.describe(), done / total)
                 identity = cell_id(cell, bench.model, origin)
                 if identity not in records:
-                    found = file.finished(identity)
+                    found = file.newest(identity) if recorded else file.finished(identity)
                     if found is None and not recorded:
                         found = _run_cell(cell, bench, identity, file, origin)
                     if found is not None:

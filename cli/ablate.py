@@ -30,7 +30,7 @@ def command() -> None:
 def _grid_options(function: _Command) -> _Command:
     """Add what every experiment takes."""
     for option in (
-        click.option("--recorded", is_flag=True, help="Run nothing; show and write what is recorded."),
+        click.option("--recorded", is_flag=True, help="Run no cell; show and write what is recorded."),
         click.option("--model", "models", multiple=True, help="Instead of the grid's models; may be repeated."),
         click.option("--results", type=_PATH, help="Markdown document whose tables are to be written."),
         click.option("--out", type=_PATH, help="JSON-lines file of records; by default in the user's data."),
@@ -55,8 +55,8 @@ def methods(
     """Judge every method's cache against the dense one: fidelity, bytes and times."""
     from kvferry.ablations import grid as grids
     from kvferry.ablations import methods as experiment
-    from kvferry.ablations import tables
-    from kvferry.ablations.results import write
+    from kvferry.ablations.report import method_tables as tables
+    from kvferry.ablations.report.results import write
 
     chosen = grids.load(grid) if grid else grids.bundled(experiment.EXPERIMENT)
     if models:
@@ -80,7 +80,7 @@ def methods(
 @click.option("--questions", type=_PATH, help="Folder of documents and questions; by default kvferry's own.")
 @click.option("--method", "chosen_methods", multiple=True, help="Id of the only methods to run; may be repeated.")
 @click.option("--document", "names", multiple=True, help="Name of the only documents to ask about; may be repeated.")
-@click.option("--first", type=click.IntRange(min=1), help="Most questions of each document, from its first on.")
+@click.option("--sample", type=click.IntRange(min=1), help="Most questions of each document, of other kinds of each.")
 @output.json_option
 def answers(
     *,
@@ -92,7 +92,7 @@ def answers(
     questions: Path | None,
     chosen_methods: tuple[str, ...],
     names: tuple[str, ...],
-    first: int | None,
+    sample: int | None,
     as_json: bool,
 ) -> None:
     """Ask questions whose answers are known, from each method's message: right answers, bytes and times.
@@ -100,15 +100,16 @@ def answers(
     Both daemons are started here, a pair for every model.
     """
     from kvferry.ablations import answer_grid as grids
-    from kvferry.ablations import answer_tables as tables
     from kvferry.ablations import answers as experiment
     from kvferry.ablations import questions as sets
-    from kvferry.ablations.results import write
+    from kvferry.ablations.report import answer_tables as tables
+    from kvferry.ablations.report.answer_arms import scores
+    from kvferry.ablations.report.results import write
 
     chosen = grids.load(grid) if grid else grids.bundled()
     chosen = chosen.with_models(models) if models else chosen
     chosen = chosen.with_methods(chosen_methods) if chosen_methods else chosen
-    documents = grids.choose(sets.load(questions) if questions else sets.bundled(), names, first)
+    documents = grids.choose(sets.load(questions) if questions else sets.bundled(), names, sample)
     out = _records_file(out, experiment.EXPERIMENT)
     with output.progress_share("answers") as advance:
         records = experiment.run(chosen, documents, out, advance, recorded=recorded)
@@ -121,12 +122,19 @@ def answers(
             *_repeated("--model", models),
             *_repeated("--method", chosen_methods),
             *_repeated("--document", names),
-            *_count("--first", first),
+            *_count("--sample", sample),
         ]
-        write(results, experiment.EXPERIMENT, tables.markdown(records, " ".join(words)))
+        cells = len(chosen.models) * len(chosen.cells(chosen.models[0], documents))
+        write(results, experiment.EXPERIMENT, tables.markdown(records, documents, " ".join(words), cells))
         output.remark(f"results: {results}")
-    lines = [(name, *row) for name in chosen.models for row in tables.rows(records, name)]
-    _show(records, out, [("model", *tables.HEADING), *lines], as_json=as_json)
+    lines = [(name, *row) for name in chosen.models for row in tables.rows(records, name, documents)]
+    _show(
+        records,
+        out,
+        [("model", *tables.HEADING), *lines],
+        as_json=as_json,
+        scores=msgspec.to_builtins(scores(records, documents)),
+    )
     _leave(tables.failed(records))
 
 
@@ -141,12 +149,12 @@ def _records_file(given: Path | None, experiment: str) -> Path:
 def _check_found(records: list[Record], out: Path) -> None:
     """Refuse to make a table of nothing, which only ``--recorded`` can ask for."""
     if not records:
-        raise StoreError(f"{out}: no finished cell of this grid with this version on this machine", path=str(out))
+        raise StoreError(f"{out}: no cell of this grid with this version on this machine", path=str(out))
 
 
-def _show(records: list[Record], out: Path, table: list[tuple[str, ...]], *, as_json: bool) -> None:
+def _show(records: list[Record], out: Path, table: list[tuple[str, ...]], *, as_json: bool, **more: object) -> None:
     if as_json:
-        output.write_json({"records_file": str(out), "records": msgspec.to_builtins(records)})
+        output.write_json({"records_file": str(out), "records": msgspec.to_builtins(records), **more})
     else:
         click.echo(output.table(table))
 

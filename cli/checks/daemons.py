@@ -45,11 +45,6 @@ class Answer:
     skew: float | None = None
     skew_bound: float = 0.0
 
-    @property
-    def is_kvferry(self) -> bool:
-        """Whether a kvferry daemon answered."""
-        return self.node is not None or bool(self.withheld)
-
 
 def ask(address: Address, security: PeerSecurity, seconds: float = CALL_SECONDS) -> Answer:
     """Ask whoever is at ``address``; every call waits ``seconds`` at most.

@@ -173,7 +173,8 @@ def run(tmp_path: Path, opened: list[str]) -> Callable[..., list[Record]]:
 def test_a_blind_method_sends_once_a_document_and_an_aware_one_for_every_question(
     run: Callable[..., list[Record]], client: FakeClient
 ) -> None:
-    run(Setting("A1"), Setting("A3-aware", (("budget", 64),)))
+    records = run(Setting("A1"), Setting("A3-aware", (("budget", 64),)))
+    assert [of_record(record).first_ask for record in records] == [True, False, True, True, True, True]
     assert client.sends == [
         (HUT.text, "A1", None, {}),
         (HUT.text, "A3-aware", CODE.question, {"budget": 64}),
@@ -195,20 +196,21 @@ def test_settings_and_documents_do_not_share_a_message(run: Callable[..., list[R
     assert len({record.figures["artifact"] for record in records}) == 4
 
 
-def test_an_answers_figures_are_the_ledgers_and_the_scores(run: Callable[..., list[Record]]) -> None:
+def test_an_answers_figures_are_what_was_said_and_the_ledgers(run: Callable[..., list[Record]]) -> None:
     code, keeper = run(Setting("A1"), documents=(HUT,))
     assert (code.model, code.document, code.question, code.method) == ("m", "hut", CODE.question, "A1")
     found, name = of_record(code), of_record(keeper)
-    assert (found.prediction, found.exact, found.contains, found.f1) == ("The code is 4417.", False, True, 0.5)
-    assert (name.exact, name.contains, name.f1, name.kind) == (True, True, 1.0, "name")
-    assert (found.name, found.label, found.aware, found.kind) == ("full", "custom", False, "code")
+    assert (found.prediction, name.prediction) == ("The code is 4417.", "Ada")
+    assert (found.first_ask, name.first_ask) == (True, False)
+    assert (found.name, found.label, found.aware) == ("full", "custom", False)
     assert found.document_bytes == len(HUT.text)
     assert (found.manifest_bytes, found.payload_bytes, found.control_bytes) == (700, 200, 4)
     # Repeats count, and look-ups are told apart and added.
     assert found.artifact_bytes == 700 + 200 + 30 + 4
     assert (found.lookups, found.lookup_bytes, found.lookup_ms) == (2, 1000, 3.5)
     assert found.wire_bytes == 1934
-    assert (found.sender_ms, found.transfer_ms, found.first_token_ms, found.total_ms) == (7.0, 8.0, 12.5, 99.0)
+    assert (found.sender_prefill_ms, found.sender_ms) == (1.0, 6.0)
+    assert (found.transfer_ms, found.first_token_ms, found.total_ms) == (8.0, 12.5, 99.0)
     assert (found.sender_prefill_tokens, found.receiver_prefill_tokens) == (11, 54)
     assert (found.reused_tokens, found.generated_tokens, found.finish_reason) == (3, 6, "stop")
     assert outcome(code) == {"facts": 3, "complete": True}
@@ -257,7 +259,10 @@ def test_a_run_that_was_broken_off_goes_on_within_a_document(
     lines = (tmp_path / "records.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "records.jsonl").write_bytes(b"".join([lines[0], lines[2], lines[1][:-9]]))
     client.sends.clear(), client.asked.clear()
-    assert run(Setting("A1")) == before
+    after = run(Setting("A1"))
+    assert [(one.id, one.status) for one in after] == [(one.id, one.status) for one in before]
+    # The message crossed anew.
+    assert [of_record(one).first_ask for one in after] == [True, True, True]
     assert [send[0] for send in client.sends] == [HUT.text]
     assert [question for _, question, _ in client.asked] == [KEEPER.question]
 

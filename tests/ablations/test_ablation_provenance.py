@@ -89,6 +89,30 @@ def test_here_is_this_machine() -> None:
     assert here.processor
     assert here.cores >= 1
     assert here.device in {"cpu", "gpu"}
-    assert {"kvferry", "mlx", "mlx_lm", "blas", "python"} == set(here.versions)
+    assert set(here.versions) == {"kvferry", "mlx", "mlx_lm", "blas", "python", "llguidance", "tokenizers"}
     assert here == provenance.here()
-    assert f"{here.cores} cores" in here.machine
+    assert ("1 core" if here.cores == 1 else f"{here.cores} cores") in here.machine
+
+
+def test_what_changes_speeds_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in provenance._VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    plain = provenance.here()
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+    monkeypatch.setenv("DYLD_INSERT_LIBRARIES", "/somewhere/faster.dylib")
+    here = provenance.here()
+    assert plain.environment == {}
+    assert here.environment == {"OPENBLAS_NUM_THREADS": "1", "DYLD_INSERT_LIBRARIES": "faster.dylib"}
+    assert here.machine == f"{plain.machine}, OPENBLAS_NUM_THREADS=1, DYLD_INSERT_LIBRARIES=faster.dylib"
+
+
+def test_what_makes_tables_of_records_does_not_make_them_stale(checkout: Path) -> None:
+    first = provenance._commit(checkout)
+    for name in ("ablations/report/scoring.py", "ablations/grids/questions/hut.toml"):
+        (checkout / name).parent.mkdir(parents=True)
+        (checkout / name).write_text("first\n")
+        assert provenance._commit(checkout) == first
+    commit(checkout)
+    assert provenance._commit(checkout) == first
+    (checkout / "ablations" / "runner.py").write_text("first\n")
+    assert provenance._commit(checkout) != first

@@ -15,7 +15,7 @@ import regex
 
 from kvferry.ablations import questions
 from kvferry.ablations.questions import KINDS, Examined, Question
-from kvferry.ablations.scoring import contains
+from kvferry.ablations.report.scoring import contains
 from kvferry.core.errors import ConfigError
 
 TEXT = "Pier 3 is shut. Pier 5 is open. Pier 5 is wide.\r\nThe key hangs in the hut."

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.ablations.provenance import Provenance
-from kvferry.ablations.records import Failure, Record, RecordFile, failures
+from kvferry.ablations.records import Failure, Record, RecordFile
 from kvferry.core.errors import StoreError
 
 ORIGIN = Provenance("abc", "a processor", 2, "cpu", "Linux", {"kvferry": "1"})
@@ -130,7 +130,3 @@ def test_a_disk_that_refuses_is_a_store_error(tmp_path: Path) -> None:
     file = RecordFile(tmp_path / "file" / "records.jsonl")
     with pytest.raises(StoreError, match="records.jsonl: "):
         file.append(record("a"))
-
-
-def test_failures_are_those_that_failed() -> None:
-    assert failures([record("a"), failed("b"), record("c", status="skipped")]) == [failed("b")]

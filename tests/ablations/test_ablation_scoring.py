@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.ablations.scoring import Score, contains, score, tokens
+from kvferry.ablations.report.scoring import Score, contains, score, tokens
 
 WORDS = st.sampled_from(["key", "keys", "pier", "door", "open", "a", "an", "the", "atlas", "then"])
 # A text that ends with an article is the one thing that SQuAD reads in another way.

@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.ablations import results, tables
 from kvferry.ablations.figures import Figures
 from kvferry.ablations.provenance import Provenance
 from kvferry.ablations.records import Failure, Record
+from kvferry.ablations.report import method_tables as tables
+from kvferry.ablations.report import results
 from kvferry.core.errors import ConfigError, StoreError
 
 ORIGIN = Provenance("abc123", "A Processor", 2, "cpu", "Linux x86_64", {"kvferry": "1.2", "mlx": "0.32.4", "blas": ""})

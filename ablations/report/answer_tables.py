@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
-from kvferry.ablations.answer_arms import MEASURES, Arm, Comparison, common, gather, pairs
-from kvferry.ablations.answer_figures import AnswerFigures
-from kvferry.ablations.bootstrap import CONFIDENCE, RESAMPLES, SEED, Interval
-from kvferry.ablations.markdown import origin, parameters, table
+from kvferry.ablations.questions import Examined
 from kvferry.ablations.records import Record
+from kvferry.ablations.report.answer_arms import MEASURES, Arm, Comparison, Judged, Key, common, gather, pairs
+from kvferry.ablations.report.bootstrap import CONFIDENCE, RESAMPLES, SEED, Interval
+from kvferry.ablations.report.markdown import origin, parameters, table
 
 HEADING = (
     "method",
@@ -25,8 +26,10 @@ HEADING = (
     "a question",
     "text / wire",
     "look-ups",
+    "reading ms",
     "sender ms",
     "first token ms",
+    "later ms",
 )
 EVIDENCE = (
     "facts",
@@ -43,32 +46,42 @@ EVIDENCE = (
 """Outcomes of methods whose messages are facts; the last counts messages. See kvferry.sender.text.evidence."""
 
 _LEGEND = f"""\
-Answers are judged as in SQuAD, for all scripts (`ablations/scoring.py`): exact match, an accepted answer stands in the
-answer, and token F1, in percent. In brackets: {CONFIDENCE:.0%} percentile intervals of {RESAMPLES:,} bootstrap
-resamples of documents, then of questions in them, seed {SEED}; differences are paired by question. Decoding is greedy.
+Answers are judged as in SQuAD, for all scripts (`ablations/report/scoring.py`): exact match, an accepted answer stands
+in the answer, and token F1, in percent. In brackets: {CONFIDENCE:.0%} percentile intervals of {RESAMPLES:,} bootstrap
+resamples of documents, then of questions in them, seed {SEED}, where these differ and there are several documents;
+differences are paired by question. Decoding is greedy.
 A question is *aware* when the method saw it. Wire bytes: the message that an answer is from, and its look-ups; a
 question: all that crossed, shared by the questions that one message served. Text / wire: the document's UTF-8 bytes
-over the wire bytes. Sender: prefill, method and encoding of a message, without what an earlier message about the
-document had read: A5's and A6's settings share one reading, as do all questions of an aware method. Both times are
-medians. Sender and receiver run the same model."""
+over the wire bytes. Times are medians. Reading: of the messages for which the sender's model had to read the document;
+one that it has read for an earlier message is at hand. Sender: method and encoding. First token: of the first question
+asked of a message; later: of the others, for which a cache is at hand and a text is read again. Sender and receiver run
+the same model, whose caches travel in its dtype."""
 
 
-def rows(records: Iterable[Record], model: str) -> list[tuple[str, ...]]:
+def rows(records: Iterable[Record], model: str, documents: Sequence[Examined]) -> list[tuple[str, ...]]:
     """Return one line of text cells for every setting of a model that has answers, in the order of ``HEADING``."""
     intervals = Comparison()
-    return [_row(arm, intervals) for arm in gather(record for record in records if record.model == model)]
+    return [_row(arm, intervals) for arm in gather((one for one in records if one.model == model), documents)]
 
 
-def markdown(records: Sequence[Record], command: str) -> str:
+def markdown(records: Sequence[Record], documents: Sequence[Examined], command: str, cells: int) -> str:
     """Return a section: what was measured with what, and every model's tables.
 
     Args:
         records: of one run, at least one.
+        documents: that they are about, with the questions by which they are judged.
         command: that was given.
+        cells: how many answers it asks for.
     """
     lines = [*origin(records, command), "", _LEGEND]
+    finished = sum(record.status == "done" for record in records)
+    if finished < cells:
+        lines += [
+            "",
+            f"A part: {finished:,} of {cells:,} answers. Rows may rest on different questions; `n` counts them.",
+        ]
     for model, group in groupby(records, key=lambda record: record.model):
-        lines += _model(model, list(group))
+        lines += _model(model, list(group), documents)
     return "\n".join(lines)
 
 
@@ -78,13 +91,13 @@ def failed(records: Iterable[Record]) -> list[str]:
     return [f"{text} (answers missing: {count})" for text, count in counted.items()]
 
 
-def _model(name: str, records: list[Record]) -> list[str]:
-    arms, intervals = gather(records), Comparison()
+def _model(name: str, records: list[Record], documents: Sequence[Examined]) -> list[str]:
+    arms, intervals = gather(records, documents), Comparison()
     lines = ["", f"### {name}"]
     if arms:
         questions = {key for arm in arms for key in arm.answers}
-        documents = {document for document, _ in questions}
-        lines += ["", f"Questions: {len(questions)}, on documents: {len(documents)}."]
+        asked_about = {document for document, _ in questions}
+        lines += ["", f"Questions: {len(questions)}, on documents: {len(asked_about)}."]
         lines += ["", *table(HEADING, [_row(arm, intervals) for arm in arms])]
         lines += _differences(arms, intervals)
         lines += _shares(arms, "document", lambda key, _: key[0])
@@ -98,8 +111,8 @@ def _row(arm: Arm, intervals: Comparison) -> tuple[str, ...]:
     info, count = arm.info, len(arm.answers)
     wire, document = arm.mean("wire_bytes"), arm.mean("document_bytes")
     return (
-        arm.method if arm.method == info.name else f"{arm.method} {info.name}",
-        parameters(dict(arm.parameters)),
+        arm.identity[0] if arm.identity[0] == info.name else f"{arm.identity[0]} {info.name}",
+        parameters(dict(arm.setting.parameters)),
         info.label,
         "aware" if info.aware else "blind",
         str(count),
@@ -108,8 +121,10 @@ def _row(arm: Arm, intervals: Comparison) -> tuple[str, ...]:
         f"{arm.crossed_bytes / count:,.0f}",
         f"{document / wire:.2f}",
         f"{arm.mean('lookups'):.1f}",
-        _milliseconds(arm.median("sender_ms")),
-        _milliseconds(arm.median("first_token_ms")),
+        _milliseconds(arm.reading_ms),
+        _milliseconds(statistics.median(answer.figures.sender_ms for answer in arm.messages)),
+        _milliseconds(arm.median("first_token_ms", first_ask=True)),
+        _milliseconds(arm.median("first_token_ms", first_ask=False)),
     )
 
 
@@ -126,7 +141,7 @@ def _differences(arms: list[Arm], intervals: Comparison) -> list[str]:
     return ["", "Differences, in points:", "", *table(heading, lines)] if lines else []
 
 
-def _shares(arms: list[Arm], what: str, group: Callable[[tuple[str, str], AnswerFigures], str]) -> list[str]:
+def _shares(arms: list[Arm], what: str, group: Callable[[Key, Judged], str]) -> list[str]:
     """Return a table of how many answers of each group hold an accepted one."""
     names = sorted({group(*item) for arm in arms for item in arm.answers.items()})
     lines = []
@@ -134,7 +149,7 @@ def _shares(arms: list[Arm], what: str, group: Callable[[tuple[str, str], Answer
         total, right = Counter[str](), Counter[str]()
         for key, answer in arm.answers.items():
             total[group(key, answer)] += 1
-            right[group(key, answer)] += answer.contains
+            right[group(key, answer)] += answer.score.contains
         lines.append((arm.words, *(f"{right[name]}/{total[name]}" if total[name] else "-" for name in names)))
     return ["", f"Answers that hold an accepted one, by {what}:", "", *table(("method", *names), lines)]
 
@@ -164,6 +179,9 @@ def _failure(record: Record) -> str:
 
 def _percent(interval: Interval, sign: str = "") -> str:
     shown = [f"{100 * value:{sign}.1f}" for value in interval]
+    # Of answers that are all alike, resampling only finds the same.
+    if not interval.low < interval.high:
+        return shown[0]
     return f"{shown[0]} ({shown[1]} to {shown[2]})"
 
 

@@ -2,7 +2,7 @@
 
 Percentile bootstrap (Efron & Tibshirani 1993), in two stages because questions about one document are not independent:
 as many documents as there are, drawn with replacement, and in every drawn one as many of its questions as it has,
-drawn with replacement. Every interval of a set uses the same draws, so a difference is a paired one. The seed is fixed.
+drawn with replacement. A difference is the mean of differences question by question, a paired one. The seed is fixed.
 """
 
 from __future__ import annotations
@@ -56,14 +56,6 @@ class Bootstrap:
         tail = (1 - CONFIDENCE) / 2
         low, high = np.quantile(self._weights @ given, (tail, 1 - tail))
         return Interval(float(given.mean()), float(low), float(high))
-
-    def difference(self, first: Sequence[float], second: Sequence[float]) -> Interval:
-        """Return the mean of first minus second, question by question, and its interval.
-
-        Raises:
-            ValueError: when there are more or fewer values than questions.
-        """
-        return self.mean([one - other for one, other in zip(first, second, strict=True)])
 
 
 def _draw(documents: Sequence[Hashable], resamples: int, random: np.random.Generator) -> npt.NDArray[np.float64]:
