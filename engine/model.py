@@ -23,7 +23,7 @@ from kvferry.engine import fingerprint, head, rope
 from kvferry.engine.backend import check_compiler
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.constrained import Constraint, GrammarCompiler
-from kvferry.engine.generate import Answer, Sampling, Token, forward, generate
+from kvferry.engine.generate import Answer, Sampling, Token, forward, generate, last_logits
 from kvferry.engine.layers import AttendingBranch, Branch
 from kvferry.engine.prefill import DEFAULT_PREFILL_CHUNK, prefill, read, snapshot
 from kvferry.engine.prompt import PROMPT_VERSION, PromptBuilder
@@ -87,6 +87,10 @@ class LoadedModel:
     def forward(self, ids: Sequence[int], caches: Sequence[Branch]) -> mx.array:
         """Return logits [N, V] for fresh tokens on a branch."""
         return forward(self.model, ids, caches)
+
+    def last_logits(self, ids: Sequence[int], caches: Sequence[Branch]) -> mx.array:
+        """Return logits [V] after fresh tokens on a branch, as an answer's first token is chosen from."""
+        return last_logits(self.model, ids, caches)
 
     def answer(
         self,

@@ -120,11 +120,6 @@ def choose_group(field: str, dimension: int, bits: int, wanted: int | None) -> i
     return preferred if preferred in legal else legal[-1]
 
 
-def packed_bytes(rows: int, dimension: int, bits: int, group: int, scale_bytes: int) -> int:
-    """Return the bytes of one KV head: ``rows * (bits * dimension / 8 + 2 * scale_bytes * dimension / group)``."""
-    return rows * (bits * dimension // 8 + 2 * scale_bytes * dimension // group)
-
-
 def pack(rows: mx.array, bits: int, group: int, axis: Axis = "token", rule: Rule = "affine") -> Packed:
     """Pack finite rows [1, Hk, R, D].
 

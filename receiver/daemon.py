@@ -53,7 +53,6 @@ def _parts(config: ReceiverConfig, opened: Node, metrics: ReceiverMetrics, spans
         store=opened.store,
         intake=Intake(opened.store, opened.model.profile, metrics),
         answerer=Answerer(opened.model, opened.residency, opened.versions, config.parity),
-        residency=opened.residency,
         ledger=LedgerFile(ledger_path(config)),
         worker=opened.worker,
         versions=opened.versions,

@@ -79,7 +79,7 @@ def divergence(model: LoadedModel, cache: PrefixCache, parity: Parity) -> tuple[
 
     The distribution is the sender's highest log-probabilities and, as one outcome, all the rest.
     """
-    logits = model.forward(parity.suffix, cache.branch(len(parity.suffix)))[-1].astype(mx.float32)
+    logits = model.last_logits(parity.suffix, cache.branch(len(parity.suffix))).astype(mx.float32)
     ours = np.array(logits - mx.logsumexp(logits), dtype=np.float64)
     listed = list(parity.ids)
     if not listed or max(listed) >= len(ours):

@@ -27,7 +27,6 @@ from kvferry.core.store import ArtifactStore
 from kvferry.core.stored import Stored
 from kvferry.engine.generate import Sampling
 from kvferry.engine.model import LoadedModel
-from kvferry.engine.residency import Residency
 from kvferry.engine.worker import Worker
 from kvferry.proto.v1 import receiver_service_pb2 as pb
 from kvferry.receiver.answering import Account, Answerer
@@ -48,7 +47,6 @@ class ReceiverParts:
     store: ArtifactStore
     intake: Intake
     answerer: Answerer
-    residency: Residency
     ledger: LedgerFile
     worker: Worker
     versions: dict[str, str]

@@ -22,7 +22,7 @@ def measure(model: LoadedModel, cache: PrefixCache, bound: float) -> Parity:
         bound: mean KL in nats that the method promises to stay within.
     """
     suffix = model.prompt.fresh(PROBE_QUESTION)
-    logits = model.forward(suffix, cache.branch(len(suffix)))[-1].astype(mx.float32)
+    logits = model.last_logits(suffix, cache.branch(len(suffix))).astype(mx.float32)
     log_probabilities = logits - mx.logsumexp(logits)
     count = min(TOP, log_probabilities.shape[0])
     plain = np.array(log_probabilities)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.errors import InvalidRequestError, ModelError
-from kvferry.engine.packing import GROUPS, WIDTHS, Packed, choose_group, legal_groups, pack, packed_bytes, unpack
+from kvferry.engine.packing import GROUPS, WIDTHS, Packed, choose_group, legal_groups, pack, unpack
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -283,4 +283,3 @@ def test_bytes_follow_the_formula(quantisation_oracles: Any, bits: int, dtype: s
             packed = pack(mx.array(rows(3, 7, width)).astype(DTYPES[dtype]), bits, group)
             expected = quantisation_oracles.affine_bytes(3, 7, width, bits, group, size)
             assert packed.nbytes == sum(array.nbytes for array in packed.arrays) == expected
-            assert 3 * packed_bytes(7, width, bits, group, size) == expected
