@@ -14,6 +14,7 @@ An unknown key is an error.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -27,7 +28,8 @@ from kvferry.ablations import toml_files
 from kvferry.ablations.questions import Examined, Question
 from kvferry.ablations.settings import Setting, expand
 from kvferry.core.digests import digest
-from kvferry.core.errors import InvalidRequestError
+from kvferry.core.errors import InvalidRequestError, UnknownMethodError
+from kvferry.sender import registry
 
 MAX_TOKENS = 48
 
@@ -96,9 +98,16 @@ class AnswerGrid:
         """Return the grid's settings of some methods; one that the grid does not name comes with its defaults."""
         settings: list[Setting] = []
         for name in dict.fromkeys(names):
-            given = [setting for setting in self.settings if setting.method.casefold() == name.casefold()]
+            given = [setting for setting in self.settings if _identity(setting.method) == _identity(name)]
             settings += given or [Setting(name)]
         return replace(self, settings=tuple(settings))
+
+
+def _identity(method: str) -> str:
+    """Return the id behind an id or a name, and what is neither as it is."""
+    with contextlib.suppress(UnknownMethodError):
+        return registry.find(method).info.id
+    return method
 
 
 def load(path: Path) -> AnswerGrid:

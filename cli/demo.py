@@ -24,7 +24,7 @@ REFERENCE = "A1"
 EXACT = ("A7", "B0", "B1")
 # These need `kvferry calibrate` first, or a package and a model of their own.
 PREPARED = ("A8", "qfilters")
-# One of each kind: a demo is watched. ``--method`` shows others, ``--all`` every one that needs no question beforehand.
+# A few of each form: a demo is watched. ``--method`` shows others, ``--all`` every one that needs nothing beforehand.
 SHOWN = ("A0", "A1", "A7", "B0", "B1", "B2", "B3", "B5", "B9")
 
 
@@ -155,10 +155,10 @@ def _broken(rows: tuple[Row, ...]) -> Iterator[str]:
 @click.command()
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Directory, catalogue name or hub id.")
 @click.option("--method", "methods", multiple=True, help="Id of a method to show beside the exact ones; repeatable.")
-@click.option("--all", "everything", is_flag=True, help="Show every blind method that needs no calibration.")
+@click.option("--all", "everything", is_flag=True, help="Show every blind method that needs nothing prepared.")
 @click.option("--json", "as_json", is_flag=True, help="End with one line of JSON.")
 def command(model: str, methods: tuple[str, ...], *, everything: bool, as_json: bool) -> None:
-    """Carry a bundled document from one daemon to another and compare methods, one of each kind."""
+    """Carry a bundled document from one daemon to another and compare a few methods."""
     with output.progress_share("demo") as advance:
         outcome = run(model, advance, () if everything else methods or SHOWN)
     if as_json:

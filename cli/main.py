@@ -17,7 +17,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 # The summaries stand here so that --help imports no command at all.
 COMMANDS = {
-    "demo": "Carry a bundled document from one daemon to another and compare methods, one of each kind.",
+    "demo": "Carry a bundled document from one daemon to another and compare a few methods.",
     "sender": "Run the daemon that reads documents and ships what it read.",
     "receiver": "Run the daemon that takes artifacts in and answers from them.",
     "send": "Have the sender read a document and deliver it to the receiver.",

@@ -189,8 +189,8 @@ class GrammarCompiler:
         backend = tokenizer.backend_tokenizer
         state = json.loads(backend.to_str())
         for token in state["added_tokens"]:
-            # The library takes the others for text. Runs of white space are text, as ``ContentEncoder`` has it.
-            token["special"] = token["special"] or bool(token["content"].strip())
+            # The library takes for text what is not special.
+            token["special"] = token["id"] in self._encoder.forbidden
         state["truncation"] = state["padding"] = None
         # A configuration may name ends that the tokenizer lacks.
         self._ends = tuple(sorted(end for end in tokenizer.eos_token_ids if backend.id_to_token(end) is not None))

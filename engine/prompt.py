@@ -25,7 +25,10 @@ from kvferry.core.evidence import Evidence
 from kvferry.engine.content import ContentEncoder
 
 PROMPT_VERSION = 3
-"""Changes whenever the texts below or their order change."""
+"""Changes whenever a receiver's model is given something else: layout, labels, default system prompt, lines of facts.
+
+What a method asks the sender's own model is no part of it: nothing that is kept depends on that but the text it wrote.
+"""
 
 DEFAULT_SYSTEM = (
     "You answer questions about a document. Use only what the document says. "

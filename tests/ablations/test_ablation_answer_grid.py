@@ -55,6 +55,7 @@ def test_cells_go_document_by_document_and_setting_by_setting(load: Callable[...
 def test_other_methods_take_the_grids_settings_or_their_defaults(load: Callable[..., AnswerGrid]) -> None:
     grid = load(MODEL + METHODS)
     assert grid.with_methods(["a3", "B1", "B1"]).settings == (*grid.settings[1:], Setting("B1"))
+    assert grid.with_methods(["extractive"]).settings == grid.settings[1:]
     assert grid.with_models(["x", "y"]).models == ("x", "y")
 
 
