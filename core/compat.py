@@ -122,6 +122,21 @@ def refusal(verdict: Verdict) -> RefusedError:
     return RefusedError(f"refused: {shown}{tail}", verdict_json=carried, reasons=len(verdict.reasons))
 
 
+def context_reasons(tokens: int, context_length: int, question: int) -> Iterator[Reason]:
+    """Yield why a prompt leaves no room in a context; nothing when it does.
+
+    Args:
+        tokens: of the prompt up to the end of the material.
+        context_length: of the model that reads it.
+        question: tokens of the shortest question to come, with the header of its answer.
+    """
+    # One token of an answer at least.
+    room = question + 1
+    if tokens + room > context_length:
+        context = f"context of {context_length}, {room} of it for question and answer"
+        yield Reason(ReasonCode.TOO_LARGE, "prefix.tokens", str(tokens), context)
+
+
 def _reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:
     if manifest.form == "kv":
         yield from _model_reasons(manifest, receiver)
@@ -183,13 +198,11 @@ def _tokenizer_reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason
 
 
 def _context_reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:
-    if manifest.prefix is not None and manifest.prefix.tokens >= receiver.context_length:
-        yield Reason(
-            ReasonCode.TOO_LARGE,
-            "prefix.tokens",
-            str(manifest.prefix.tokens),
-            f"context of {receiver.context_length}",
-        )
+    if manifest.prefix is None:
+        return
+    # The probe is a question like any other, and the first one that the receiver runs.
+    question = len(manifest.parity.suffix) if manifest.parity else 1
+    yield from context_reasons(manifest.prefix.tokens, receiver.context_length, question)
 
 
 def _rope_reasons(manifest: Manifest, receiver: Profile) -> Iterator[Reason]:

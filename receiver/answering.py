@@ -8,6 +8,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvferry.core import container
 from kvferry.core.compat import judge, refusal
 from kvferry.core.digests import digest
 from kvferry.core.errors import ContainerError
@@ -33,6 +34,8 @@ from kvferry.receiver.reconstruct import Message
 _NO_ACCOUNT = SenderAccount(0, 0, 0.0, 0.0, 0.0, 0.0)
 _NO_TRAFFIC = Traffic(0, 0, 0, 0)
 FALLBACK = "fallback_reprefill"
+FALLBACK_TEXT = "fallback_text"
+FALLBACK_EVIDENCE = "fallback_evidence"
 WITHOUT_PASSAGES = "fallback_without_passages"
 
 
@@ -202,14 +205,16 @@ class Answerer:
         traffic = stored.record.traffic or _NO_TRAFFIC
         preparation, manifest = account.preparation, stored.manifest
         rows = preparation.rows
-        fallback_reason = preparation.fallback_reason or sender.fallback_reason
+        fallback, fallback_reason = preparation.fallback, preparation.fallback_reason
+        if not fallback_reason:
+            fallback, fallback_reason = _stands_in(stored, sender), sender.fallback_reason
         wire_bytes = traffic.wire_bytes + preparation.lookups.bytes
         return Ledger(
             artifact_id=stored.artifact_id.hex(),
             method=manifest.method.id,
             form=manifest.form,
             verdict="accepted",
-            fallback=preparation.fallback if fallback_reason else None,
+            fallback=fallback if fallback_reason else None,
             fallback_reason=fallback_reason,
             manifest_bytes=traffic.manifest_bytes,
             payload_bytes=traffic.payload_bytes,
@@ -247,6 +252,18 @@ class Answerer:
             request_id=account.request_id,
             auto=auto_account(sender, stored.record.verify_ms, account.first_token_ms),
         )
+
+
+def _stands_in(stored: Stored, account: SenderAccount) -> str:
+    """Return what an artifact is called that was sent in place of another."""
+    manifest, choice = stored.manifest, account.auto
+    if manifest.form == "evidence":
+        return FALLBACK_EVIDENCE
+    replaced = manifest.method.params.get("fallback_for")
+    # Only a choice sends a text in place of evidence.
+    of_cache = choice is None or any(item.method == replaced and item.form == "kv" for item in choice.passed_over)
+    whole = not any(name in stored.sections for name in container.SHORTENED)
+    return FALLBACK if whole and of_cache else FALLBACK_TEXT
 
 
 def _reread_key(artifact_id: bytes) -> bytes:

@@ -78,7 +78,7 @@ class Finder:
         choose_ms = (time.perf_counter() - start) * 1000
         if not wanted.references:
             self._metrics.looked_up("no_hit")
-            return Found(_message(system, wanted, []), Lookups(hit=False), choose_ms)
+            return Found(_message(stored, system, wanted, []), Lookups(hit=False), choose_ms)
         sender, spent = question.sender or self._client.configured, Spent()
         texts: list[str] = []
         problem: str | None = None
@@ -98,7 +98,7 @@ class Finder:
             hit=True,
             missing=tuple(map(_name, wanted.references)) if problem else (),
         )
-        return Found(_message(system, wanted, texts), account, choose_ms, problem)
+        return Found(_message(stored, system, wanted, texts), account, choose_ms, problem)
 
     async def _fetch(self, sender: Address, stored: Stored, wanted: Wanted, spent: Spent) -> list[str]:
         document, outcome = stored.manifest.document.digest, "cancelled"
@@ -119,8 +119,8 @@ class Finder:
         return system, lookups.choose(references, question, stored.manifest.document.characters)
 
 
-def _message(system: str, wanted: Wanted, texts: list[str]) -> Message:
-    excerpts = lookups.put_together(wanted.places, texts)
+def _message(stored: Stored, system: str, wanted: Wanted, texts: list[str]) -> Message:
+    excerpts = lookups.put_together(wanted, texts, stored.manifest.document.characters)
     return Message(system, excerpts.text, container.EXCERPTS, excerpts.spans)
 
 

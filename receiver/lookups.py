@@ -16,6 +16,7 @@ from kvferry.core import bm25
 from kvferry.core.evidence import Reference
 from kvferry.core.spans import Span
 from kvferry.core.words import terms
+from kvferry.receiver import edges
 
 MAX_LOOKUPS = 6
 """Most references that one question follows."""
@@ -85,27 +86,52 @@ def choose(references: Sequence[Reference], question: str, document: int) -> Wan
     return Wanted(chosen, tuple(windows))
 
 
-def put_together(places: Iterable[Place], texts: Iterable[str]) -> Excerpts:
-    """Return what came, in the order of the document.
+def put_together(wanted: Wanted, texts: Iterable[str], document: int) -> Excerpts:
+    """Return what came, in the order of the document, less words and numbers that a window may have cut.
 
     Args:
-        places: ranges that do not overlap.
-        texts: of the first of them.
+        wanted: what was asked for.
+        texts: of the first of its places.
+        document: code points of the document.
     """
     parts: list[str] = []
     spans: list[Span] = []
     at = 0
-    for place, text in sorted(zip(places, texts, strict=False)):
-        if spans and spans[-1].end == place.start:
-            spans[-1] = spans[-1]._replace(end=place.end)
-        else:
-            if spans:
-                parts.append(BETWEEN)
-                at += len(BETWEEN)
-            spans.append(Span(at, *place))
-        parts.append(text)
-        at += len(text)
+    for place, text in _joined(wanted.places, texts):
+        inner = _whole(place, text, wanted.references, document)
+        if inner.start == inner.end:
+            continue
+        if spans:
+            parts.append(BETWEEN)
+            at += len(BETWEEN)
+        spans.append(Span(at, *inner))
+        parts.append(text[inner.start - place.start : inner.end - place.start])
+        at += inner.end - inner.start
     return Excerpts("".join(parts), tuple(spans))
+
+
+def _joined(places: Iterable[Place], texts: Iterable[str]) -> list[tuple[Place, str]]:
+    """Return what came in the order of the document; what touches is one."""
+    found: list[tuple[Place, str]] = []
+    for place, text in sorted(zip(places, texts, strict=False)):
+        if found and found[-1][0].end == place.start:
+            before, passage = found.pop()
+            found.append((Place(before.start, place.end), passage + text))
+        else:
+            found.append((place, text))
+    return found
+
+
+def _whole(place: Place, text: str, references: Iterable[Reference], document: int) -> Place:
+    """Return a passage without what its ends may have cut, but with all of the references that it holds whole."""
+    held = [item for item in references if place.start <= item.start and item.end <= place.end]
+    start, end = place
+    if place.end < document:
+        end = max(place.start + edges.last_whole(text), *(item.end for item in held), place.start)
+    if place.start > 0:
+        start = min(place.start + edges.first_whole(text), *(item.start for item in held), place.end)
+    # A word that fills the passage may be cut at either end.
+    return Place(min(start, end), end)
 
 
 def _best(references: Sequence[Reference], question: str) -> Iterator[Reference]:

@@ -16,18 +16,25 @@ import msgspec
 from kvferry.core import container
 from kvferry.core.addresses import Address
 from kvferry.core.choice import Quality, explain
-from kvferry.core.errors import InvalidRequestError, ModelError, QuotaError, RefusedError, TooLargeError
+from kvferry.core.errors import (
+    InvalidRequestError,
+    KvferryError,
+    ModelError,
+    QuotaError,
+    RefusedError,
+    TooLargeError,
+)
 from kvferry.core.logs import logger
 from kvferry.core.manifest import Scalar
 from kvferry.core.progress import Progress
-from kvferry.core.stored import Stored
+from kvferry.engine.prompt import LABELS
 from kvferry.proto.v1 import sender_service_pb2 as pb
 from kvferry.sender import link, registry
-from kvferry.sender.artifacts import Artifact
 from kvferry.sender.auto import candidates
-from kvferry.sender.auto.candidates import Candidate
+from kvferry.sender.auto.candidates import FORMS, Candidate
 from kvferry.sender.auto.decision import Decision
 from kvferry.sender.auto.estimates import QUESTION_TOKENS, Conditions, Text, estimate
+from kvferry.sender.auto.fitting import Ends
 from kvferry.sender.link import Survey
 from kvferry.sender.parity import PROBE_QUESTION
 from kvferry.sender.parts import SenderParts
@@ -38,6 +45,7 @@ from kvferry.sender.text.zstd_text import ZstdParameters
 NAME = "auto"
 # What another form may still get round. A receiver that is gone, or a broken disk, is none of it.
 _GIVES_WAY = (RefusedError, ModelError, TooLargeError, QuotaError)
+_BUDGET = "budget"
 
 
 class AutoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,18 +92,17 @@ class Choosing:
             KvferryError: whatever fails for another reason than the form.
         """
         yield progress_response(Progress("tokenise", 0, len(send.reading.text)))
-        decision = await self._decide(send, quality)
+        decision, ends = await self._decide(send, quality)
         while True:
             chosen, start = decision.best(), time.perf_counter()
             send.auto = decision.choice(chosen)
             send.replaces, send.fallback_reason = decision.fallback(chosen)
             try:
-                async with contextlib.aclosing(self._carry(send, chosen)) as steps:
+                async with contextlib.aclosing(self._carry(send, chosen, ends)) as steps:
                     async for response in steps:
                         yield response
-            except _GIVES_WAY as error:
-                self._passed_over(chosen, error.message)
-                if not decision.give_way(chosen, error.message, (time.perf_counter() - start) * 1000):
+            except (*_GIVES_WAY, InvalidRequestError) as error:
+                if not self._goes_on(decision, chosen, error, (time.perf_counter() - start) * 1000):
                     raise
                 send.start_over()
             else:
@@ -103,63 +110,72 @@ class Choosing:
         self._parts.metrics.chosen(quality, chosen.id)
         self._log.info("chosen", method=chosen.id, quality=quality, why=explain(send.auto))
 
-    async def _carry(self, send: Send, chosen: Candidate) -> AsyncGenerator[pb.SendResponse, None]:
+    def _goes_on(self, decision: Decision, failed: Candidate, error: KvferryError, spent_ms: float) -> bool:
+        """Leave what failed. Returns whether something else may do."""
+        if not isinstance(error, InvalidRequestError):
+            self._passed_over(failed, error.message)
+            return decision.give_way(failed, error.message, spent_ms)
+        # Nobody asked for this budget, and what is not enough for one method of this document may be for another.
+        if error.fields.get("field") != _BUDGET:
+            return False
+        self._passed_over(failed, error.message)
+        decision.pass_over(failed, error.message, spent_ms)
+        return True
+
+    async def _carry(self, send: Send, chosen: Candidate, ends: Ends) -> AsyncGenerator[pb.SendResponse, None]:
         made = self._sending.make(send, chosen.method, chosen.parameters)
         async with contextlib.aclosing(made) as steps:
             async for response in steps:
                 yield response
-        empty = _without_facts(send.made.stored)
-        if empty:
-            raise ModelError(empty)
+        why = ends.useless(send.made.stored)
+        if why:
+            raise ModelError(why)
         async with contextlib.aclosing(self._sending.deliver(send)) as steps:
             async for response in steps:
                 yield response
 
-    async def _decide(self, send: Send, quality: Quality) -> Decision:
+    async def _decide(self, send: Send, quality: Quality) -> tuple[Decision, Ends]:
         start, parts, reading = time.perf_counter(), self._parts, send.reading
         model = parts.model
         found = await link.survey(send.receiver, send.security, parts.config.rpc_seconds, parts.links, parts.metrics)
         decision = Decision(quality, found, model.speed.prefill_tokens_per_second)
         zstd_bytes, zstd_ms = await asyncio.to_thread(_compressed, reading.text)
         text = await parts.worker.run(partial(_measured, reading, zstd_bytes, zstd_ms))
-        fitting: list[Candidate] = []
+        ends = Ends(model.profile, found.node, text)
         for candidate in candidates.allowed(quality):
-            why = candidates.misfit(candidate, model.profile, found.node, text.prefix_tokens)
+            decision.consider(candidate)
+            why = ends.misfit(candidate)
             if why:
                 self._pass_over(decision, candidate, why)
-            else:
-                fitting.append(candidate)
-        now, made = await parts.worker.run(partial(self._at_hand, reading, found, decision, fitting))
-        for candidate in fitting:
-            why = _without_facts(made[candidate].stored) if candidate in made else ""
-            if why:
-                self._pass_over(decision, candidate, why)
-            else:
-                decision.add(candidate, estimate(candidate, text, now))
+        now = await parts.worker.run(partial(self._at_hand, reading, found, decision, ends))
+        for candidate in decision.open:
+            decision.price(candidate, estimate(candidate, text, now))
         decision.deciding_ms = (time.perf_counter() - start) * 1000
-        return decision
+        return decision, ends
 
-    def _at_hand(
-        self, reading: Reading, found: Survey, decision: Decision, fitting: list[Candidate]
-    ) -> tuple[Conditions, dict[Candidate, Artifact]]:
-        made: dict[Candidate, Artifact] = {}
-        for candidate in fitting:
-            # What stands in for another method is an artifact of its own.
+    def _at_hand(self, reading: Reading, found: Survey, decision: Decision, ends: Ends) -> Conditions:
+        made: dict[Candidate, int] = {}
+        # What stands in for another method is an artifact of its own, and evidence may turn out to be of no use.
+        for candidate in sorted(decision.open, key=lambda item: FORMS.index(item.form)):
             replaces, _ = decision.fallback(candidate)
             artifact = self._parts.maker.find(candidate.method, reading, candidate.parameters, replaces)
-            if artifact is not None:
-                made[candidate] = artifact
+            if artifact is None:
+                continue
+            why = ends.useless(artifact.stored)
+            if why:
+                self._pass_over(decision, candidate, why)
+            else:
+                made[candidate] = artifact.stored.manifest.payload.length
         model = self._parts.model
-        now = Conditions(
+        return Conditions(
             link=found.link,
             sender_tokens_per_second=model.speed.prefill_tokens_per_second,
             receiver_tokens_per_second=found.node.prefill_tokens_per_second,
             sender_decode_tokens_per_second=model.speed.decode_tokens_per_second,
             profile=model.profile,
             cached=self._parts.residency.holds(reading.prefix.ids),
-            made={candidate: artifact.stored.manifest.payload.length for candidate, artifact in made.items()},
+            made=made,
         )
-        return now, made
 
     def _pass_over(self, decision: Decision, candidate: Candidate, reason: str) -> None:
         self._passed_over(candidate, reason)
@@ -175,6 +191,7 @@ def _measured(reading: Reading, zstd_bytes: int, zstd_ms: float) -> Text:
     return Text(
         prefix_tokens=reading.prefix.tokens,
         tokens=prompt.count(reading.text),
+        around_tokens=max(len(prompt.prefix("", reading.system, kind)) for kind in LABELS),
         question_tokens=len(prompt.fresh(reading.question)) if reading.question else QUESTION_TOKENS,
         probe_tokens=len(prompt.fresh(PROBE_QUESTION)),
         bytes=reading.document.bytes,
@@ -189,11 +206,3 @@ def _compressed(text: str) -> tuple[int, float]:
     start = time.perf_counter()
     frame = container.zstd_section(container.TEXT, text.encode("utf-8"), ZstdParameters().level)
     return frame.length, (time.perf_counter() - start) * 1000
-
-
-def _without_facts(stored: Stored) -> str:
-    """Return why an artifact of evidence is of no use; "" for one with a confirmed fact, and for any other form."""
-    outcome = stored.manifest.method.params
-    if stored.manifest.form != "evidence" or outcome.get("outcome.confirmed"):
-        return ""
-    return f"the document confirms none of the {outcome.get('outcome.facts', 0)} facts that the sender's model wrote"

@@ -22,13 +22,22 @@ class Decision:
         self._gave_way = False
         self.deciding_ms = 0.0
 
-    def add(self, candidate: Candidate, estimate: Estimate) -> None:
+    @property
+    def open(self) -> tuple[Candidate, ...]:
+        """What can still be used, in order."""
+        return tuple(self._open)
+
+    def consider(self, candidate: Candidate) -> None:
         """Add what can be used."""
-        self._estimates[candidate] = estimate
         self._open.append(candidate)
 
+    def price(self, candidate: Candidate, estimate: Estimate) -> None:
+        """Say what one that can be used is expected to take. All must be priced before there is a best."""
+        self._estimates[candidate] = estimate
+
     def pass_over(self, candidate: Candidate, reason: str, spent_ms: float = 0.0) -> None:
-        """Note what cannot be used."""
+        """Leave what cannot be used. Others of its form may be."""
+        self._open = [item for item in self._open if item != candidate]
         cut = reason if len(reason) <= MAX_REASON_CHARACTERS else f"{reason[: MAX_REASON_CHARACTERS - 1]}…"
         self._passed_over.append(PassedOver(candidate.id, candidate.form, candidate.written, cut, spent_ms))
 
@@ -55,9 +64,11 @@ class Decision:
     def fallback(self, chosen: Candidate) -> tuple[str, str]:
         """Return which method a candidate stands in for, and why; "" for none.
 
-        It does when something of a form before its own was passed over, not when that was only slower.
+        It does when all of a form before its own was passed over, not when something there was only slower.
         """
-        before = [item for item in self._passed_over if FORMS.index(item.form) < FORMS.index(chosen.form)]
+        still = {item.form for item in self._open}
+        gone = [form for form in FORMS[: FORMS.index(chosen.form)] if form not in still]
+        before = [item for item in self._passed_over if item.form in gone]
         return (before[0].method, _listed(before)) if before else ("", "")
 
     def choice(self, chosen: Candidate) -> AutoChoice:

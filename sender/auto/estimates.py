@@ -6,13 +6,16 @@ own start) is left out; so is what nobody can know beforehand, such as other wor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from kvferry.core import container
 from kvferry.core.choice import Estimate, LinkSpeed
 from kvferry.core.compat import Profile
+from kvferry.core.errors import UnknownMethodError
 from kvferry.core.layout import Expected
 from kvferry.sender.auto.candidates import Candidate
 from kvferry.sender.kv import sizes
@@ -20,6 +23,7 @@ from kvferry.sender.kv.packing import PackingMethod
 from kvferry.sender.kv.probes import INSTRUCTION_TOKENS
 from kvferry.sender.kv.selecting import SelectingMethod
 from kvferry.sender.text.counted import budget_tokens
+from kvferry.sender.text.evidence_grammars import MAX_NAME, MAX_STATED, MAX_VALUE
 
 ROUND_TRIPS = 3
 """Of a send: Offer, Put and Commit."""
@@ -33,6 +37,8 @@ QUESTION_TOKENS = 32
 """Of a question that is not known yet, with the header of its answer."""
 FORCED_PER_READ = 4
 """Tokens of form and quotes that A5's model reads for each that it writes, and that the receiver's reads."""
+EVIDENCE_CHARACTERS = MAX_STATED * (2 * MAX_NAME + MAX_VALUE)
+"""Most that A5 writes, however large its budget."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class Text:
     Attributes:
         prefix_tokens: of template, system prompt and document.
         tokens: of the document alone.
+        around_tokens: of template and system prompt around what is sent in the document's place, at most.
         question_tokens: of the question and the header of its answer.
         probe_tokens: of the parity probe.
         bytes, characters: of the document.
@@ -51,6 +58,7 @@ class Text:
 
     prefix_tokens: int
     tokens: int
+    around_tokens: int
     question_tokens: int
     probe_tokens: int
     bytes: int
@@ -92,9 +100,36 @@ class _Work:
     rebuilt_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class _Rule:
+    """What a choice must know of a method.
+
+    Attributes:
+        work: what it takes.
+        most: tokens of the material that it makes at most; None where a prompt holds the whole document, or its cache.
+    """
+
+    work: Callable[[Candidate, Text, Conditions], _Work]
+    most: Callable[[Candidate, Text], int] | None = None
+
+
+def prompt_tokens(candidate: Candidate, text: Text) -> int:
+    """Return how many tokens of the receiver's context a candidate takes at most, before any question.
+
+    Raises:
+        UnknownMethodError: when nothing is known of the method.
+    """
+    most = _rule(candidate).most
+    return text.prefix_tokens if most is None else text.around_tokens + most(candidate, text)
+
+
 def estimate(candidate: Candidate, text: Text, now: Conditions) -> Estimate:
-    """Return what a candidate is expected to take."""
-    work = _cache_work(candidate, text, now) if candidate.form == "kv" else _text_work(candidate, text, now)
+    """Return what a candidate is expected to take.
+
+    Raises:
+        UnknownMethodError: when nothing is known of the method.
+    """
+    work = _rule(candidate).work(candidate, text, now)
     made = now.made.get(candidate)
     size = work.bytes if made is None else made
     sender_ms = work.sender_ms if made is None else 0.0
@@ -132,25 +167,61 @@ def _cache_work(candidate: Candidate, text: Text, now: Conditions) -> _Work:
     return _Work(size, sender_ms, text.probe_tokens + text.question_tokens, size)
 
 
-def _text_work(candidate: Candidate, text: Text, now: Conditions) -> _Work:
-    before = text.prefix_tokens - text.tokens + text.question_tokens
-    if candidate.id == "A7":
-        return _Work(_message_bytes(text, text.zstd_bytes), text.zstd_ms, before + text.tokens)
-    if candidate.id == "A3":
-        tokens = min(budget_tokens(_budget(candidate.parameters), text.tokens), text.tokens)
-        size = _message_bytes(text, round(text.bytes * _share(tokens, text)))
-        return _Work(size, _ms(text.characters, RANK_CHARACTERS_PER_SECOND), before + tokens)
-    if candidate.form == "evidence":
-        return _evidence_work(candidate, text, now, before)
-    return _Work(_message_bytes(text, text.bytes), 0.0, before + text.tokens)
+def _text_work(_: Candidate, text: Text, __: Conditions) -> _Work:
+    return _Work(_message_bytes(text, text.bytes), 0.0, text.prefix_tokens + text.question_tokens)
 
 
-def _evidence_work(candidate: Candidate, text: Text, now: Conditions, before: int) -> _Work:
-    written = min(budget_tokens(_budget(candidate.parameters), text.tokens), now.profile.context_length)
+def _compressed_work(_: Candidate, text: Text, __: Conditions) -> _Work:
+    return _Work(_message_bytes(text, text.zstd_bytes), text.zstd_ms, text.prefix_tokens + text.question_tokens)
+
+
+def _ranked_work(candidate: Candidate, text: Text, _: Conditions) -> _Work:
+    return _shortened(text, _spent(candidate, text), _ms(text.characters, RANK_CHARACTERS_PER_SECOND))
+
+
+def _evidence_work(candidate: Candidate, text: Text, now: Conditions) -> _Work:
+    written = min(_stated(candidate, text), now.profile.context_length)
     reading_ms = _ms(text.prefix_tokens + FORCED_PER_READ * written, now.sender_tokens_per_second)
-    writing_ms = _ms(written, now.sender_decode_tokens_per_second)
-    size = _message_bytes(text, round(text.bytes * _share(written, text)))
-    return _Work(size, reading_ms + writing_ms, before + written)
+    return _shortened(text, written, reading_ms + _ms(written, now.sender_decode_tokens_per_second))
+
+
+def _shortened(text: Text, tokens: int, sender_ms: float) -> _Work:
+    size = _message_bytes(text, round(text.bytes * _share(tokens, text)))
+    return _Work(size, sender_ms, text.prefix_tokens - text.tokens + tokens + text.question_tokens)
+
+
+def _spent(candidate: Candidate, text: Text) -> int:
+    return min(budget_tokens(_budget(candidate.parameters), text.tokens), text.tokens)
+
+
+def _stated(candidate: Candidate, text: Text) -> int:
+    # Facts are worded like the document, so they take as many tokens a character.
+    longest = math.ceil(EVIDENCE_CHARACTERS * text.tokens / text.characters) if text.characters else 0
+    return min(budget_tokens(_budget(candidate.parameters), text.tokens), longest)
+
+
+_RULES: Mapping[str, _Rule] = MappingProxyType(
+    {
+        "B1": _Rule(_cache_work),
+        "B2": _Rule(_cache_work),
+        "B5": _Rule(_cache_work),
+        "B9": _Rule(_cache_work),
+        "A1": _Rule(_text_work),
+        "A7": _Rule(_compressed_work),
+        "A3": _Rule(_ranked_work, _spent),
+        "A5": _Rule(_evidence_work, _stated),
+    }
+)
+"""By id. Whatever a bound allows must be here: there is no rule that would do for any method."""
+
+
+def _rule(candidate: Candidate) -> _Rule:
+    found = _RULES.get(candidate.id)
+    if found is None:
+        raise UnknownMethodError(
+            f"method: auto cannot tell what {candidate.id} takes", field="method", value=candidate.id
+        )
+    return found
 
 
 def _budget(parameters: Any) -> float:

@@ -7,44 +7,41 @@ rank, and kept to the form: left to choose, small models say the same few facts 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
 import msgspec
 
-from kvferry.core import limits
-from kvferry.core.evidence import Evidence, Fact
+from kvferry.core.evidence import Evidence
 from kvferry.core.manifest import Scalar
 from kvferry.core.progress import Progress
 from kvferry.core.wire import MethodInfo
-from kvferry.core.words import terms
 from kvferry.engine.constrained import Chain, Constraint, Grammar
 from kvferry.engine.generate import Answer
 from kvferry.engine.prompt import EVIDENCE_SYSTEM, PromptBuilder, evidence_task, evidence_text
 from kvferry.sender.method import EvidenceMaterial
 from kvferry.sender.reading import Reading
-from kvferry.sender.text import graphemes
 from kvferry.sender.text.counted import BudgetParameters, budget_tokens
 from kvferry.sender.text.evidence_grammars import (
-    MAX_FACTS,
-    MAX_QUOTE,
+    MAX_STATED,
     evidence_grammar,
     fact_grammar,
     literal_grammar,
     quotable,
 )
-from kvferry.sender.text.extractive import aware_scores, blind_scores
-from kvferry.sender.text.facts import RawFact, Written, read_facts
-from kvferry.sender.text.generating import write
-from kvferry.sender.text.quotes import Resolved, Source, supports
-from kvferry.sender.text.selection import ranked
-from kvferry.sender.text.sentences import pieces as split
+from kvferry.sender.text.facts import Written, read_facts
+from kvferry.sender.text.generating import check_room, write
+from kvferry.sender.text.passages import passages, ranked_passages
+from kvferry.sender.text.quotes import Source, Span
+from kvferry.sender.text.selection import too_small
+from kvferry.sender.text.statements import Statements, fits
 
 NOTHING = '{"facts":[],"notes":[],"unknowns":[]}'
 """Evidence without a fact, as a model would write it."""
-_STEP = 512
+ROOM_FOR_A_FACT = 256
+"""Tokens to write that passage by passage are asked for: a passage in most languages, and what is said of it."""
 
 
 class EvidenceParameters(BudgetParameters, frozen=True):
@@ -114,157 +111,113 @@ def find_evidence(
 ) -> Generator[Progress, None, Found]:
     """Have the model write facts, for a question or all that are concrete, and look their quotes up.
 
-    The budget caps what a reader's model is given to read. Passage by passage the sender's writes until that is full;
-    left to itself, it writes as many tokens at most.
+    The budget caps what a reader's model is given to read. Passage by passage the sender's writes until that is full,
+    or its context; left to itself, it writes as many tokens at most.
 
     Raises:
-        ContextOverflowError: when document, instruction and budget do not fit the context. Nothing is cut silently.
+        ContextOverflowError: when document, instruction, and the budget or passage by passage ``ROOM_FOR_A_FACT`` do
+            not fit the context. Nothing is cut silently.
+        InvalidRequestError: when the budget does not hold the first fact.
         ModelError: when the model's tokenizer cannot be kept to a form.
     """
     prompt, text = reading.model.prompt, reading.text
     yield Progress("tokenise", 0, len(text))
-    budget = budget_tokens(parameters.budget, prompt.count(text))
+    tokens = prompt.count(text)
+    budget = budget_tokens(parameters.budget, tokens)
+    task = evidence_task(question, with_form=parameters.constraint == "none")
     source = Source(text)
     answer, run = Answer(NOTHING, (), "stop"), None
+    if text.strip():
+        most = ROOM_FOR_A_FACT if parameters.constraint == "passages" else budget
+        check_room(reading, EVIDENCE_SYSTEM, task, tokens, most)
     if parameters.constraint == "passages":
-        run = Passages(prompt, source, (yield from ranked_passages(text, question)), budget)
+        run = PassageByPassage(prompt, source, (yield from ranked_passages(text, question)), budget)
     # Asked for the facts of nothing, a model makes some up.
-    if text.strip() and (run is None or run.passages):
-        task = evidence_task(question, with_form=parameters.constraint == "none")
+    if text.strip() and (run is None or run.places):
         constraint = _constraint(reading, parameters) if run is None else Chain(reading.model.grammars, run.grammars())
         filled = None if run is None else lambda: run.read
         answer = yield from write(reading, EVIDENCE_SYSTEM, task, budget, constraint, filled=filled)
     cut = answer.finish_reason == "length" or (run is not None and run.cut)
     written = read_facts(answer.text, cut=cut)
-    facts = tuple(_resolved(source, _distinct(written.facts)))
-    notes, unknowns = (tuple(filter(_fits, texts)) for texts in (written.notes, written.unknowns))
-    whole = Evidence(facts, notes, unknowns, written.complete, "length" if cut else "stop")
+    stated = Statements(source, {} if run is None else run.places)
+    stated.read(written.facts)
+    notes, unknowns = (tuple(filter(fits, texts)) for texts in (written.notes, written.unknowns))
+    whole = Evidence(stated.facts, notes, unknowns, written.complete, "length" if cut else "stop")
     evidence, tokens = _within(prompt, whole, budget)
-    outcome = _outcome(reading, written, evidence, tokens)
+    outcome = _outcome(reading, written, stated, evidence, tokens)
     return Found(evidence, outcome | {"generated": len(answer.token_ids), "cap_hit": evidence.stop == "length"})
 
 
-class Passages:
+class PassageByPassage:
     """Has the model say one fact of each passage, until a reader's budget is full.
 
     Attributes:
-        passages: what there is to quote, the best first.
+        places: what there is to quote, the best first, and where each of it stands.
         cut: whether some were left, when the budget was full or for the limit of facts.
         read: tokens of the facts so far, as a reader is given them.
     """
 
-    def __init__(self, prompt: PromptBuilder, source: Source, ranked: Iterable[str], budget: int) -> None:
+    def __init__(self, prompt: PromptBuilder, source: Source, ranked: Iterable[Span], budget: int) -> None:
+        places: dict[str, Span] = {}
+        for place in ranked:
+            places.setdefault(source.text[slice(*place)], place)
         # One more than may be used, to know whether some are left.
-        self.passages = list(islice(quotable(ranked), MAX_FACTS + 1))
+        self.places = {passage: places[passage] for passage in islice(quotable(places), MAX_STATED + 1)}
         self.cut = False
         self.read = 0
         self._prompt = prompt
-        self._source = source
         self._budget = budget
-        self._facts: list[Fact] = []
+        self._stated = Statements(source, self.places)
 
     def grammars(self) -> Generator[Grammar, str, None]:
         """Yield the grammar of each fact, and of the end; is sent what is written."""
         before = '{"facts": ['
         stated = 0
-        for passage in self.passages[:MAX_FACTS]:
+        for passage in islice(self.places, MAX_STATED):
             text = yield fact_grammar(passage, before)
             stated += 1
             if self._is_full(text):
                 break
             before = ", "
-        self.cut = stated < len(self.passages)
+        self.cut = stated < len(self.places)
         yield literal_grammar("]}")
 
     def _is_full(self, text: str) -> bool:
-        stated = _distinct(read_facts(text, cut=True).facts)
-        self._facts += _resolved(self._source, stated[len(self._facts) :])
-        stated_so_far = Evidence(tuple(self._facts), (), (), complete=False, stop="length")
+        self._stated.read(read_facts(text, cut=True).facts)
+        stated_so_far = Evidence(self._stated.facts, (), (), complete=False, stop="length")
         self.read = self._prompt.count(evidence_text(stated_so_far))
         return self.read >= self._budget
-
-
-def ranked_passages(text: str, question: str | None) -> Generator[Progress, None, list[str]]:
-    """Return the passages, the best first: as A3 ranks sentences, and for a question that none fits as without one."""
-    found: list[str] = []
-    words: list[list[str]] = []
-    read = 0
-    for passage in passages(text):
-        if len(found) % _STEP == 0:
-            yield Progress("tokenise", read, len(text))
-        read += len(passage)
-        found.append(passage)
-        words.append(terms(passage))
-    if question is not None:
-        fitting = aware_scores(question, words)
-        if fitting.any():
-            return [found[at] for at in ranked(fitting) if fitting[at] > 0]
-    return [found[at] for at in ranked(blind_scores(found, words))]
 
 
 def _constraint(reading: Reading, parameters: EvidenceParameters) -> Constraint | None:
     if parameters.constraint == "none":
         return None
-    grammar = evidence_grammar(list(passages(reading.text)) if parameters.constraint == "quotes" else None)
-    return reading.model.grammars.compile(grammar)
-
-
-def passages(text: str) -> Iterator[str]:
-    """Yield what a fact may quote: the document's sentences, rows and lines, long ones in parts."""
-    for piece in split(text):
-        at = piece.start
-        while at < piece.end:
-            end = min(piece.end, graphemes.ceil(text, min(at + MAX_QUOTE, piece.end)))
-            yield text[at:end].strip()
-            at = end
-
-
-def _resolved(source: Source, written: Iterable[RawFact]) -> Iterator[Fact]:
-    for raw in written:
-        found = source.resolve(raw.quote, raw.entity)
-        if len(found.spans) > limits.MAX_FACT_PLACES:
-            # What stands everywhere points nowhere.
-            found = Resolved((), 0, "unresolved")
-        yield Fact(
-            entity=raw.entity,
-            attribute=raw.attribute,
-            value=raw.value,
-            match=found.match,
-            spans=found.spans,
-            chosen=found.chosen,
-            supported=supports(raw.quote, raw.value),
-        )
-
-
-def _distinct(facts: Iterable[RawFact]) -> list[RawFact]:
-    """Return facts that a message may hold, each statement once: a reader gains nothing from the second."""
-    first: dict[tuple[str, str, str], RawFact] = {}
-    for raw in facts:
-        if _fits(*_statement(raw)):
-            first.setdefault(_statement(raw), raw)
-    return list(first.values())
-
-
-def _statement(raw: RawFact) -> tuple[str, str, str]:
-    return raw.entity, raw.attribute, raw.value
-
-
-def _fits(*texts: str) -> bool:
-    """Whether a message may hold these texts."""
-    return all(len(text) <= limits.MAX_FACT_CHARACTERS for text in texts)
+    text = reading.text
+    quotes = [text[slice(*passage)] for passage in passages(text)] if parameters.constraint == "quotes" else None
+    return reading.model.grammars.compile(evidence_grammar(quotes))
 
 
 def _within(prompt: PromptBuilder, evidence: Evidence, budget: int) -> tuple[Evidence, int]:
-    """Return as much of the evidence as a reader's budget holds, from the beginning, and the tokens that it takes."""
+    """Return as much of the evidence as a reader's budget holds, from the beginning, and the tokens that it takes.
+
+    Raises:
+        InvalidRequestError: when there are facts and it holds none.
+    """
+    first = evidence.facts[:1]
     while (tokens := prompt.count(evidence_text(evidence))) > budget:
         # What is last was least on the model's mind.
         name = next(name for name in ("unknowns", "notes", "facts") if getattr(evidence, name))
         kept = {name: getattr(evidence, name)[:-1]}
         evidence = msgspec.structs.replace(evidence, **kept, complete=False, stop="length")
+    if first and not evidence.facts:
+        alone = msgspec.structs.replace(evidence, facts=first, notes=(), unknowns=())
+        raise too_small(budget, prompt.count(evidence_text(alone)), "the first fact")
     return evidence, tokens
 
 
-def _outcome(reading: Reading, written: Written, evidence: Evidence, tokens: int) -> dict[str, Scalar]:
+def _outcome(
+    reading: Reading, written: Written, stated: Statements, evidence: Evidence, tokens: int
+) -> dict[str, Scalar]:
     facts = evidence.facts
     return {
         "tokens": tokens,
@@ -276,7 +229,7 @@ def _outcome(reading: Reading, written: Written, evidence: Evidence, tokens: int
         "ambiguous": sum(len(fact.spans) > 1 for fact in facts),
         "unsupported": sum(not fact.supported for fact in facts),
         "confirmed": sum(fact.confirmed for fact in facts),
-        "malformed": written.dropped,
-        "repeated": len(written.facts) - len({_statement(raw) for raw in written.facts}),
+        "malformed": written.dropped + stated.too_long,
+        "repeated": stated.repeated,
         "complete": evidence.complete,
     }

@@ -9,8 +9,9 @@ import regex
 
 from kvferry.engine.constrained import Grammar
 from kvferry.sender.text.sentences import CLAUSE_END
+from kvferry.sender.text.word_edges import INSIDE_NUMBER
 
-MAX_FACTS = 64
+MAX_STATED = 64
 """Most facts in one answer: what ends a small model that repeats itself."""
 MAX_REMARKS = 16
 """Most notes, and most unknowns."""
@@ -25,13 +26,11 @@ _NEXT = r'([^"\\\x00-\x1F]|\\(["\\bfnrt]|u00[01][0-9a-f]))'
 _WORD = r"[\p{L}\p{M}\p{N}]+"
 _ATTRIBUTE = rf"/{_WORD}([ _'\u{{2019}}-]{_WORD}){{0,3}}/ & /(?s:.){{1,40}}/"
 _QUOTABLE = regex.compile(r"[^\x00-\x1F\p{White_Space}\p{Default_Ignorable_Code_Point}]", regex.V1)
-# Where a word of UAX #29 ends and a number does not: in a time, behind a sign, at a power, an index or a fraction.
-_WITHIN_NUMBER = r"""
-    (?<=\p{Nd}) [:\uff1a]\p{Nd}
-  | (?<=\p{Nd}[:\uff1a]) \p{Nd}
-  | (?<= (?<! [\p{L}\p{M}\p{N}_] ) [\p{Pd}\u2212] ) \p{Nd}
-  | (?<=[\p{L}\p{M}\p{N}_]) \p{No}
-  | (?<=\p{No}) [\p{L}\p{N}_]
+# Where a word of UAX #29 ends and a number does not; also at a power, an index or a fraction.
+_WITHIN_NUMBER = rf"""
+    {INSIDE_NUMBER}
+  | (?<=[\p{{L}}\p{{M}}\p{{N}}_]) \p{{No}}
+  | (?<=\p{{No}}) [\p{{L}}\p{{N}}_]
 """
 # Words, numbers and white space of any language, cut where no value could hold them. Flags stand apart because a word
 # boundary among them is counted from the first one.
@@ -56,25 +55,25 @@ def evidence_grammar(passages: Sequence[str] | None) -> Grammar:
 
     Args:
         passages: what may be quoted, each as a whole, however long; the fact's value is then a run of words of the same
-            passage. A word is what UAX #29 calls so, a number with its sign and a time as a whole, or ``MAX_VALUE``
-            characters of a very long one. JSON's own way of writing makes every character quotable. Without a passage
+            passage. A word is what UAX #29 calls so, a number as a whole (``word_edges``), or ``MAX_VALUE`` characters
+            of a very long one. JSON's own way of writing makes every character quotable. Without a passage
             in which something is seen there are no facts. None: value and quote are any text.
     """
-    quotable = None if passages is None else _quotable(passages)
-    if quotable is None:
+    quotes = None if passages is None else _quotable(passages)
+    if quotes is None:
         bodies = ["body: " + _body("VALUE", "QUOTE"), f"VALUE: {_text(MAX_VALUE)}", f"QUOTE: {_text(MAX_QUOTE)}"]
     else:
-        bodies = ["body: " + " | ".join(f"body{number}" for number in range(len(quotable)))]
-        for number, (text, words) in enumerate(quotable.items()):
+        bodies = ["body: " + " | ".join(f"body{number}" for number in range(len(quotes)))]
+        for number, (text, words) in enumerate(quotes.items()):
             bodies.append(f"body{number}: {_body(f'VALUE{number}', _literal(_escaped(text)))}")
             bodies.append(f"VALUE{number}: {_text(MAX_VALUE)} & {_part_of(words)}")
     names = r'"{\"entity\": \"" NAME "\", \"attribute\": \"" NAME "\", \"value\": \""'
     rules = (
         r'start: "{\"facts\": [" facts "], \"notes\": [" remarks "], \"unknowns\": [" remarks "]}"',
-        "facts: " + ('""' if quotable == {} else f'fact (", " fact){{0,{MAX_FACTS - 1}}}'),
+        "facts: " + ('""' if quotes == {} else f'fact (", " fact){{0,{MAX_STATED - 1}}}'),
         rf'remarks: (remark (", " remark){{0,{MAX_REMARKS - 1}}})?',
         r'remark: "\"" REMARK "\""',
-        *([] if quotable == {} else [f'fact: {names} body "\\"}}"', *bodies, f"NAME: {_text(MAX_NAME)}"]),
+        *([] if quotes == {} else [f'fact: {names} body "\\"}}"', *bodies, f"NAME: {_text(MAX_NAME)}"]),
         f"REMARK: {_text(MAX_QUOTE)}",
     )
     return Grammar("\n".join(rules))

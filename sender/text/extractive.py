@@ -6,7 +6,7 @@ document, weighted by how many of their words hold digits or look like identifie
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,30 @@ def aware_scores(question: str, words: Sequence[Sequence[str]]) -> Scores:
     return bm25.scores(terms(question), words)
 
 
+def read_pieces(text: str, pieces: Iterable[Piece]) -> Generator[Progress, None, tuple[list[Piece], list[list[str]]]]:
+    """Read a text piece by piece.
+
+    Args:
+        text: the document.
+        pieces: of it, in its order.
+
+    Yields:
+        How far into the text that is.
+
+    Returns:
+        The pieces, and the terms of each.
+    """
+    found: list[Piece] = []
+    words: list[list[str]] = []
+    for piece in pieces:
+        if len(found) % _STEP == 0:
+            yield Progress("tokenise", piece.start, len(text))
+        found.append(piece)
+        words.append(terms(text[piece.start : piece.end]))
+    yield Progress("tokenise", len(text), len(text))
+    return found, words
+
+
 class Extractive:
     """A3 without the question."""
 
@@ -54,7 +78,11 @@ class Extractive:
     parameters = BudgetParameters
 
     def make(self, reading: Reading, parameters: BudgetParameters) -> Generator[Progress, None, TextMaterial]:
-        """Select without looking at the question."""
+        """Select without looking at the question.
+
+        Raises:
+            InvalidRequestError: when not one sentence fits the budget.
+        """
         return (yield from _extract(reading, parameters, None))
 
 
@@ -76,7 +104,7 @@ class ExtractiveAware:
         """Select for the question.
 
         Raises:
-            InvalidRequestError: when there is none.
+            InvalidRequestError: when there is none, or not one sentence fits the budget.
         """
         return (yield from _extract(reading, parameters, reading.asked(self.info.id)))
 
@@ -87,14 +115,7 @@ def _extract(
     prompt, text = reading.model.prompt, reading.text
     yield Progress("tokenise", 0, len(text))
     document = CountedText(prompt, text)
-    pieces: list[Piece] = []
-    words: list[list[str]] = []
-    for piece in split(text):
-        if len(pieces) % _STEP == 0:
-            yield Progress("tokenise", piece.start, len(text))
-        pieces.append(piece)
-        words.append(terms(text[piece.start : piece.end]))
-    yield Progress("tokenise", len(text), len(text))
+    pieces, words = yield from read_pieces(text, split(text))
     sentences = [text[piece.start : piece.end] for piece in pieces]
     scores = blind_scores(sentences, words) if question is None else aware_scores(question, words)
     budget = budget_tokens(parameters.budget, document.tokens)

@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-MOST = 4096
-"""Facts at most, and notes, and unknowns; reading ends before one more."""
+from kvferry.core import limits
 
 _FIELDS = ("entity", "attribute", "value", "quote")
 # No possessive groups, with which the library goes wrong before Python 3.11.5.
@@ -72,6 +71,7 @@ def read_facts(text: str, *, cut: bool) -> Written:
     Prose and fences around it are passed over, an array of facts alone will do, and other keys are ignored. The first
     object that has one of the three keys counts. An array counts when it holds a fact's key and no brace stands before
     it: it may be part of something else then. Any text can be read, in time in proportion to its length.
+    Reading ends before one more than ``limits.MAX_FACTS`` facts, notes or unknowns.
 
     A fact is four strings that are not blank. Its value may also be a number, true or false, which is taken as it is
     spelled (``1.50`` stays ``1.50``). An entry is dropped and counted when it is anything else, when it names a key
@@ -206,7 +206,7 @@ class _Reader:
                 self.cursor.leave(value)
             if fact is None:
                 self.dropped += 1
-            elif len(self.facts) == MOST:
+            elif len(self.facts) == limits.MAX_FACTS:
                 raise _EndsEarlyError
             else:
                 self.facts.append(fact)
@@ -229,7 +229,7 @@ class _Reader:
         for _ in self.cursor.items():
             value = self.cursor.take(_VALUE)
             string = _string(value)
-            if string is not None and len(into) == MOST:
+            if string is not None and len(into) == limits.MAX_FACTS:
                 raise _EndsEarlyError
             if string is not None:
                 into.append(string)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
+from kvferry.core.errors import ContextOverflowError
 from kvferry.core.manifest import Scalar
 from kvferry.core.progress import Progress
 from kvferry.engine.constrained import Constraint
@@ -40,8 +41,35 @@ def generate(reading: Reading, system: str, instruction: str, budget: int) -> Ge
     Raises:
         ContextOverflowError: when document, instruction and budget do not fit the context. Nothing is cut silently.
     """
+    check_room(reading, system, instruction, reading.model.prompt.count(reading.text), budget)
     answer = yield from write(reading, system, instruction, budget)
     return _finish(reading, answer, budget)
+
+
+def check_room(reading: Reading, system: str, instruction: str, document: int, most: int) -> None:
+    """Refuse, before the document is read, what ``write`` would not have room for.
+
+    Args:
+        reading: the document.
+        system: the system prompt.
+        instruction: what is to be done.
+        document: its tokens.
+        most: tokens to be written.
+
+    Raises:
+        ContextOverflowError: when document, instruction and ``most`` do not fit the context.
+    """
+    prompt, limit = reading.model.prompt, reading.model.profile.context_length
+    instructed = len(prompt.prefix("", system)) + len(prompt.task(instruction))
+    room = limit - document - instructed
+    if most > room:
+        raise ContextOverflowError(
+            f"budget: {most} tokens to write, but of the model's context of {limit} the document takes {document} and "
+            f"the instruction {instructed}, which leaves {max(0, room)}",
+            field="budget",
+            value=most,
+            limit=max(0, room),
+        )
 
 
 def write(
@@ -54,6 +82,8 @@ def write(
     filled: Callable[[], int] | None = None,
 ) -> Generator[Progress, None, Answer]:
     """Read the document under a prompt of one's own and carry an instruction out, greedily.
+
+    ``check_room`` says beforehand whether there is room for it.
 
     Args:
         reading: the document.
@@ -69,7 +99,6 @@ def write(
     """
     model = reading.model
     prefix, fresh = model.prompt.prefix(reading.text, system), model.prompt.task(instruction)
-    model.check_context(len(prefix), len(fresh), most)
     room = most if filled is None else model.profile.context_length - len(prefix) - len(fresh)
     caches = yield from reading.read(prefix)
     steps = model.answer(fresh, caches, len(prefix), Sampling(max_tokens=room), constraint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Generator
 
 from kvferry.core import container
@@ -12,6 +13,7 @@ from kvferry.sender.method import TextMaterial
 from kvferry.sender.reading import Reading
 from kvferry.sender.text.assembly import Assembled, Piece, assemble
 from kvferry.sender.text.counted import BudgetParameters, CountedText, budget_tokens
+from kvferry.sender.text.selection import too_small
 
 MARK = "\n...\n"
 """Between the halves, and counted: halves that touch could make a word or a number that the document does not have."""
@@ -32,11 +34,17 @@ class HeadTail:
     parameters = BudgetParameters
 
     def make(self, reading: Reading, parameters: BudgetParameters) -> Generator[Progress, None, TextMaterial]:
-        """Cut the middle out."""
+        """Cut the middle out.
+
+        Raises:
+            InvalidRequestError: when the budget holds nothing of either end.
+        """
         yield Progress("method", 0, 1)
         document = CountedText(reading.model.prompt, reading.text)
         budget = budget_tokens(parameters.budget, document.tokens)
         made = head_and_tail(reading.model.prompt, document, budget)
+        if reading.text.strip() and not _says_something(made):
+            raise too_small(budget, _enough(reading.model.prompt, document, budget), "either end")
         yield Progress("method", 1, 1)
         tokens = reading.model.prompt.count(made.text)
         return TextMaterial(made.text, kind=container.ENDS, spans=made.spans, outcome={"tokens": tokens})
@@ -60,6 +68,20 @@ def head_and_tail(prompt: PromptBuilder, document: CountedText, budget: int) -> 
         if over <= 0:
             return made
         room -= over
+
+
+def _says_something(made: Assembled) -> bool:
+    return any(made.text[at : at + end - start].strip() for at, start, end in made.spans)
+
+
+def _enough(prompt: PromptBuilder, document: CountedText, budget: int) -> int:
+    """Return the smallest budget that holds something, above one that does not."""
+    larger = range(budget + 1, document.tokens)
+
+    def suffices(tokens: int) -> bool:
+        return _says_something(head_and_tail(prompt, document, tokens))
+
+    return budget + 1 + bisect_left(larger, 1, key=suffices)
 
 
 def _mark(_: str) -> str:

@@ -1,9 +1,7 @@
 """From a quote to its place in the source: the same characters, however they are written; never merely similar ones.
 
-Writing that does not count is folded away: canonical equivalents (NFC, NFD), amounts and kinds of white space, curly
-and angled quotation marks, kinds of dash, characters that are not seen (soft hyphens, zero-width spaces, variation
-selectors), ligatures, width and other presentation forms. Case, punctuation and accents count, and so does whatever
-would change a number: 10² is not 102. Joiners and the tags of flags stay, because emoji differ by them.
+Writing that does not count is folded away (``folding``). What begins or ends within a word or a number of the source
+(``word_edges``) does not stand in it: a fee of 50 is no fee of 5.
 """
 
 from __future__ import annotations
@@ -12,27 +10,18 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import regex
 
-from kvferry.core.words import UNSPACED
+from kvferry.sender.text.folding import WIDE, Folded, fold
+from kvferry.sender.text.word_edges import is_inside, whole
 
 Span: TypeAlias = tuple[int, int]
 Match: TypeAlias = Literal["exact", "folded", "unresolved"]
-Positions: TypeAlias = npt.NDArray[np.intp]
 
-_SINGLE = "\u2018\u2019\u201a\u201b\u2039\u203a\u2032\u02bc"
-_DOUBLE = "\u201c\u201d\u201e\u201f\u00ab\u00bb\u2033\u301d\u301e\u301f"
-_STRAIGHT = dict.fromkeys(_SINGLE, "'") | dict.fromkeys(_DOUBLE, '"')
-_MINUS = "\u2212"
-_UNSEEN = regex.compile(r"[\p{Default_Ignorable_Code_Point}--[\u200d\U000e0020-\U000e007f]]", regex.VERSION1)
-# Forms that say something of their own: a power, an index, a numbered item, a unit.
-_MEANT = ("<super>", "<sub>", "<circle>", "<square>")
 _FAR = 2**40
-_SPACES = regex.compile(" {2,}")
 
 # Pairs of flag letters are counted from the place where they are met: \X would count them from the first, every time.
 _CLUSTER = regex.compile(
@@ -42,19 +31,6 @@ _CLUSTER = regex.compile(
     | \X
     """,
     regex.VERBOSE,
-)
-
-# Scripts that put no space between words, or none before a particle.
-_UNBOUNDED = rf"{UNSPACED}\p{{Hangul}}\u3099\u309a"
-_LETTERS = rf"[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNBOUNDED}]]"
-_INSIDE = regex.compile(
-    rf"""
-      (?<={_LETTERS}) (?={_LETTERS})
-    | (?<=\p{{Nd}}[.,:]) (?=\p{{Nd}})
-    | (?<=\p{{Nd}}) (?=[.,:]\p{{Nd}})
-    | (?<= (?<! [\p{{L}}\p{{M}}\p{{N}}_] ) - ) (?=\p{{Nd}})
-    """,
-    regex.VERBOSE | regex.VERSION1,
 )
 
 
@@ -77,18 +53,22 @@ class Resolved:
 class Source:
     """A document in which quotes are looked up.
 
-    Preparing takes time in proportion to the text, once, when the first quote is not found to the letter.
+    Preparing takes time in proportion to the text, once, when the first quote is looked up.
+
+    Attributes:
+        text: the document.
     """
 
     def __init__(self, text: str) -> None:
-        self._text = text
+        self.text = text
         self._found: dict[str, tuple[Match, tuple[Span, ...]]] = {}
 
     def resolve(self, quote: str, entity: str = "") -> Resolved:
         """Find a quote.
 
-        Spans hold whole characters as a reader sees them: "e" does not stand in "é", nor "f" in a ligature. Of places
-        that overlap, the earlier one counts. Folded writing is looked at only where nothing stands to the letter.
+        Spans hold whole characters as a reader sees them, and whole words and numbers: "e" does not stand in "é", nor
+        "f" in a ligature, "Term" in "Termination" or "12" in "2012". Of places that overlap, the earlier one counts.
+        Folded writing is looked at only where nothing stands to the letter.
 
         Args:
             quote: what is said to stand in the source. White space around it is ignored; if that is all, it is
@@ -100,6 +80,13 @@ class Source:
         chosen = _nearest(spans, self._find(entity)[1]) if len(spans) > 1 else 0
         return Resolved(spans, chosen, match)
 
+    def at(self, place: Span) -> Resolved:
+        """Return everywhere that the words of a place stand, to the letter, and that place as the chosen one."""
+        match, found = self._find(self.text[slice(*place)])
+        others = [span for span in found if span[1] <= place[0] or place[1] <= span[0]] if match == "exact" else []
+        spans = tuple(sorted([*others, place]))
+        return Resolved(spans, spans.index(place), "exact")
+
     def _find(self, quote: str) -> tuple[Match, tuple[Span, ...]]:
         quote = quote.strip()
         if quote not in self._found:
@@ -107,29 +94,42 @@ class Source:
         return self._found[quote]
 
     def _search(self, quote: str) -> tuple[Match, tuple[Span, ...]]:
-        wanted = _fold(quote).text.strip()
+        wanted = fold(quote).text.strip()
         if not wanted:
             return "unresolved", ()
-        if spans := tuple(_occurrences(self._text, quote, self._exact)):
+        if spans := tuple(_occurrences(self.text, quote, self._bounds, self._exact)):
             return "exact", spans
-        if spans := tuple(_occurrences(self._folded.text, wanted, self._unfolded)):
+        if spans := tuple(_occurrences(self._folded.text, wanted, self._whole, self._unfolded)):
             return "folded", spans
         return "unresolved", ()
 
     @cached_property
     def _edges(self) -> bytearray:
-        return _edges(self._text)
+        return _edges(self.text)
 
     @cached_property
-    def _folded(self) -> _Folded:
-        return _fold(self._text)
+    def _folded(self) -> Folded:
+        return fold(self.text)
+
+    @cached_property
+    def _whole(self) -> bytearray:
+        """Places of the folded text that break no word."""
+        return whole(self._folded.marked)
+
+    @cached_property
+    def _bounds(self) -> bytearray:
+        """Places of the text where a quote may begin or end; what is not seen is no edge of a word."""
+        places = np.searchsorted(self._folded.at, np.arange(len(self.text) + 1))
+        return bytearray(np.frombuffer(self._edges, np.uint8) & np.frombuffer(self._whole, np.uint8)[places])
 
     def _exact(self, start: int, end: int) -> Span | None:
-        return (start, end) if self._edges[start] and self._edges[end] else None
+        return (start, end) if self._bounds[start] and self._bounds[end] else None
 
     def _unfolded(self, start: int, end: int) -> Span | None:
-        """Return the source of folded[start:end], or None where its ends lie within a character of the source."""
-        folded, at = self._folded
+        """Return the source of folded[start:end], or None where its ends lie within a character or a word of it."""
+        folded, at = self._folded.text, self._folded.at
+        if not (self._whole[start] and self._whole[end]):
+            return None
         # Marks are sorted, across unseen characters too: only in front of other characters do both texts agree.
         if unicodedata.combining(folded[start]) or (end < len(folded) and unicodedata.combining(folded[end])):
             return None
@@ -143,39 +143,20 @@ class Source:
 def supports(quote: str, value: str) -> bool:
     """Whether a value stands in its quote: folded as quotes are, and whatever the case and the script of digits.
 
-    It has to stand there as words of its own, where the script has spaces between them, and as a whole number: "5" is
-    not in "15", "5,000", "1.5" or "-5", nor "crate" in "crates". Numbers are not converted: "4500" is not in "4,500".
-    A blank value stands nowhere.
+    It has to stand there as words of its own, where the script has spaces between them, and as a whole number, by the
+    rule of ``word_edges``: "5" is not in "15", "5,000", "5'000", "5 000", "1.5", "1/2" or "-5", nor "crate" in
+    "crates"; but it is in "3-5", and "2024" in "2024-05-03". Numbers are not converted: "4500" is not in "4,500". A
+    blank value stands nowhere.
     """
-    text, wanted = _caseless(quote), _caseless(value)
+    marked, wanted = _caseless(quote), _caseless(value).replace(WIDE, " ")
+    text = marked.replace(WIDE, " ")
     edges = _edges(text)
     at = text.find(wanted) if wanted else -1
     while at >= 0:
-        if all(edges[end] and not _INSIDE.match(text, end) for end in (at, at + len(wanted))):
+        if all(edges[end] and not is_inside(marked, end) for end in (at, at + len(wanted))):
             return True
         at = text.find(wanted, at + 1)
     return False
-
-
-class _Folded(NamedTuple):
-    """A text in its folded writing; ``at`` has where each character comes from, and the length of the text."""
-
-    text: str
-    at: Positions
-
-
-def _fold(text: str) -> _Folded:
-    codes = _codes(text)
-    distinct, which = np.unique(codes, return_inverse=True)
-    table = {code: _fold_character(code) for code in distinct.tolist()}
-    widths = np.array([len(folded) for folded in table.values()], dtype=np.intp)
-    at = np.repeat(np.arange(len(codes), dtype=np.intp), widths[which])
-    # All is decomposed, so this only sorts marks: nothing in front of a starter moves past it.
-    folded = unicodedata.normalize("NFD", text.translate(table))
-    blank = _codes(folded) == ord(" ")
-    kept = np.ones(len(folded), dtype=bool)
-    kept[:-1] = ~(blank[:-1] & blank[1:])
-    return _Folded(_SPACES.sub(" ", folded), np.append(at[kept], len(text)))
 
 
 def _edges(text: str) -> bytearray:
@@ -190,51 +171,19 @@ def _edges(text: str) -> bytearray:
     return edges
 
 
-def _codes(text: str) -> npt.NDArray[np.uint32]:
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-
-
-def _fold_character(code: int) -> str:
-    if ord(" ") <= code <= ord("~"):
-        return chr(code)
-    canonical = unicodedata.normalize("NFD", chr(code))
-    return unicodedata.normalize("NFD", "".join(map(_unshaped, canonical)))
-
-
-def _unshaped(char: str) -> str:
-    plain = _plain(char)
-    shape = unicodedata.decomposition(char)
-    if plain != char or not shape.startswith("<") or shape.startswith(_MEANT):
-        return plain
-    expanded = unicodedata.normalize("NFKD", char)
-    # A fraction or an item number would join digits before it, and a spacing accent is no space.
-    if " " in expanded or (len(expanded) > 1 and any(map(str.isdigit, expanded))):
-        return char
-    return "".join(map(_plain, expanded))
-
-
-def _plain(char: str) -> str:
-    if char.isspace():
-        return " "
-    if _UNSEEN.match(char):
-        return ""
-    if char == _MINUS or unicodedata.category(char) == "Pd":
-        return "-"
-    return _STRAIGHT.get(char, char)
-
-
 def _caseless(text: str) -> str:
-    folded = unicodedata.normalize("NFD", _fold(text).text.casefold()).strip()
+    folded = unicodedata.normalize("NFD", fold(text).marked.casefold()).strip()
     return "".join(str(unicodedata.decimal(char)) if char.isdecimal() else char for char in folded)
 
 
-def _occurrences(text: str, wanted: str, place: Callable[[int, int], Span | None]) -> Iterator[Span]:
+def _occurrences(text: str, wanted: str, bounds: bytearray, place: Callable[[int, int], Span | None]) -> Iterator[Span]:
+    """Yield the places of what is wanted; ``bounds`` is 1 where one may begin."""
     at = text.find(wanted)
     while at >= 0:
         span = place(at, at + len(wanted))
         if span is not None:
             yield span
-        at = text.find(wanted, at + (len(wanted) if span is not None else 1))
+        at = text.find(wanted, at + len(wanted) if span is not None else bounds.find(1, at + 1))
 
 
 def _nearest(spans: tuple[Span, ...], places: tuple[Span, ...]) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.core.errors import InvalidRequestError
 from kvferry.core.progress import Progress
 from kvferry.engine.prompt import PromptBuilder
 from kvferry.sender.text.assembly import Assembled, Piece, assemble, line_break
@@ -37,8 +38,9 @@ def select(
 ) -> Generator[Progress, None, Selection]:
     """Take pieces in order while they fit; one that does not is skipped.
 
-    A piece is weighed by its own tokens. Pieces take fewer together than one by one, so what is taken is counted
-    exactly once, when the first one does not fit: every count takes as long as encoding it.
+    Of a document that says something, something is taken. A piece is weighed by its own tokens. Pieces take fewer
+    together than one by one, so what is taken is counted exactly once, when the first one does not fit: every count
+    takes as long as encoding it.
 
     Args:
         prompt: encodes as the receiver's prompt does.
@@ -52,6 +54,9 @@ def select(
 
     Returns:
         A text of at most ``budget`` tokens.
+
+    Raises:
+        InvalidRequestError: when not one piece fits the budget.
     """
     costs = document.costs(pieces)
     taken: list[int] = []
@@ -69,8 +74,36 @@ def select(
     while (tokens := prompt.count(made.text)) > budget:
         taken.pop()
         made = _join(document.text, pieces, taken)
+    if document.text.strip() and not made.text.strip():
+        taken = [_first_alone(prompt, document.text, pieces, order, budget)]
+        made = _join(document.text, pieces, taken)
+        tokens = prompt.count(made.text)
     yield Progress("method", len(order), len(order))
     return Selection(made, tokens, len(taken))
+
+
+def too_small(budget: int, smallest: int, what: str) -> InvalidRequestError:
+    """Return the error for a budget in tokens that holds nothing of a document; ``smallest`` is one that does."""
+    return InvalidRequestError(
+        f"budget: {budget} tokens do not suffice for {what} of this document, which takes {smallest}",
+        field="budget",
+        value=budget,
+        minimum=smallest,
+    )
+
+
+def _first_alone(prompt: PromptBuilder, text: str, pieces: Sequence[Piece], order: Sequence[int], budget: int) -> int:
+    """Return the best piece that fits by itself: within the document it may have taken more tokens, or others' place.
+
+    Raises:
+        InvalidRequestError: when there is none.
+    """
+    passages = {number: text[pieces[number].start : pieces[number].end] for number in order}
+    alone = {number: prompt.count(passage) for number, passage in passages.items() if passage.strip()}
+    fitting = next((number for number, tokens in alone.items() if tokens <= budget), None)
+    if fitting is None:
+        raise too_small(budget, min(alone.values()), "the shortest piece")
+    return fitting
 
 
 def _join(document: str, pieces: Sequence[Piece], taken: Sequence[int]) -> Assembled:

@@ -14,6 +14,7 @@ import regex
 from kvferry.sender.text import graphemes
 from kvferry.sender.text.abbreviations import BEFORE_NUMBERS, TITLES
 from kvferry.sender.text.assembly import Piece
+from kvferry.sender.text.word_edges import is_inside
 
 LONGEST = 600
 """Code points of a piece at most, but for a single character that is longer: what holds no sentence end is cut."""
@@ -43,12 +44,16 @@ _CLAUSE = regex.compile(CLAUSE_END + r"\s*+")
 _SPACE = regex.compile(r"\s++")
 
 
-def pieces(text: str) -> Iterator[Piece]:
-    """Yield the pieces of a text in order. Every end is a grapheme boundary; only a text of white space is blank."""
+def pieces(text: str, longest: int = LONGEST) -> Iterator[Piece]:
+    """Yield the pieces of a text in order. Every end is a grapheme boundary; only a text of white space is blank.
+
+    A piece over ``longest`` code points is cut behind the last clause, else white space, of the window's second half;
+    else behind its last whole word or number; and within one only where it fills the window.
+    """
     for block in _blocks(text):
         start = block.start
         for end in _sentence_ends(text, block):
-            yield from _cut(text, start, end)
+            yield from _cut(text, start, end, longest)
             start = end
 
 
@@ -120,9 +125,9 @@ def _ends_here(text: str, start: int, stop: regex.Match[str]) -> bool:
     return not initial and not _LIST_NUMBER.fullmatch(text, start, stop.start())
 
 
-def _cut(text: str, start: int, end: int) -> Iterator[Piece]:
-    while end - start > LONGEST:
-        at = _cut_place(text, start)
+def _cut(text: str, start: int, end: int, longest: int) -> Iterator[Piece]:
+    while end - start > longest:
+        at = _cut_place(text, start, longest)
         if at >= end:
             break
         yield Piece(start, at)
@@ -130,13 +135,23 @@ def _cut(text: str, start: int, end: int) -> Iterator[Piece]:
     yield Piece(start, end)
 
 
-def _cut_place(text: str, start: int) -> int:
+def _cut_place(text: str, start: int, longest: int) -> int:
     """Return where to cut a piece that is too long: behind a clause, or a word, or at least between characters."""
-    limit = start + LONGEST
+    limit = start + longest
     for pattern in (_CLAUSE, _SPACE):
-        ends = [match.end() for match in pattern.finditer(text, start + LONGEST // 2, limit)]
-        if ends:
-            limit = ends[-1]
+        ends = [match.end() for match in pattern.finditer(text, start + longest // 2, limit)]
+        whole = [end for end in ends if not is_inside(text, end)]
+        if whole:
+            at = graphemes.floor(text, whole[-1], start)
             break
-    at = graphemes.floor(text, limit, start)
+    else:
+        at = _behind_a_word(text, start, limit)
     return at if at > start else graphemes.ceil(text, limit, start)
+
+
+def _behind_a_word(text: str, start: int, limit: int) -> int:
+    """Return the last place between words or numbers, or where there is none between characters."""
+    last = at = graphemes.floor(text, limit, start)
+    while at > start and is_inside(text, at):
+        at = graphemes.floor(text, at - 1, start)
+    return at if text[start:at].strip() else last

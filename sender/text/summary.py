@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from kvferry.core import container
+from kvferry.core.errors import InvalidRequestError
 from kvferry.core.progress import Progress
 from kvferry.core.wire import MethodInfo
 from kvferry.engine.prompt import SUMMARY_AWARE, SUMMARY_BLIND, SUMMARY_SYSTEM
@@ -29,7 +30,11 @@ class Summary:
     parameters = BudgetParameters
 
     def make(self, reading: Reading, parameters: BudgetParameters) -> Generator[Progress, None, TextMaterial]:
-        """Summarise without looking at the question."""
+        """Summarise without looking at the question.
+
+        Raises:
+            InvalidRequestError: when the budget holds nothing of what the model writes.
+        """
         return (yield from _summarise(reading, parameters, SUMMARY_BLIND))
 
 
@@ -51,7 +56,7 @@ class SummaryAware:
         """Summarise for the question.
 
         Raises:
-            InvalidRequestError: when there is none.
+            InvalidRequestError: when there is none, or the budget holds nothing of what the model writes.
         """
         return (yield from _summarise(reading, parameters, SUMMARY_AWARE + reading.asked(self.info.id)))
 
@@ -65,4 +70,10 @@ def _summarise(
     if reading.text.strip():
         budget = budget_tokens(parameters.budget, reading.model.prompt.count(reading.text))
         made = yield from generate(reading, SUMMARY_SYSTEM, instruction, budget)
+        if made.cap_hit and not made.text:
+            raise InvalidRequestError(
+                f"budget: {budget} tokens do not suffice for a character of what the sender's model writes",
+                field="budget",
+                value=budget,
+            )
     return TextMaterial(made.text, kind=container.SUMMARY, outcome=outcome(reading, made))

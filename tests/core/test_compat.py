@@ -417,9 +417,15 @@ def test_the_payload_limit_is_inclusive(manifest: Manifest, profile: Profile) ->
 
 
 def test_the_prefix_must_leave_room_in_the_context(manifest: Manifest, profile: Profile) -> None:
-    assert judge(manifest, replace(profile, context_length=41)).accepted
-    verdict = judge(manifest, replace(profile, context_length=40))
-    check(verdict, ReasonCode.TOO_LARGE, "prefix.tokens", 40, "context of 40")
+    # The probe's suffix has two tokens, and an answer has one.
+    assert judge(manifest, replace(profile, context_length=43)).accepted
+    for context in (42, 41, 40):
+        verdict = judge(manifest, replace(profile, context_length=context))
+        told = f"context of {context}, 3 of it for question and answer"
+        check(verdict, ReasonCode.TOO_LARGE, "prefix.tokens", 40, told)
+    bare = change(manifest, parity=None)
+    assert judge(bare, replace(profile, context_length=42)).accepted
+    assert not judge(bare, replace(profile, context_length=41)).accepted
 
 
 def test_a_model_whose_cache_cannot_be_carried_refuses_kv(manifest: Manifest, profile: Profile) -> None:

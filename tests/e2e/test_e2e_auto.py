@@ -33,6 +33,7 @@ SLIDING: dict[str, Any] = {
     "model_type": "gemma3_text",
     "config": {"sliding_window": 32, "sliding_window_pattern": 2},
 }
+SHORT: dict[str, Any] = {**SHAPE, "context": 128}
 DOCUMENT = "The access code of the north warehouse is 4417. Größe: 12 m², 門 🚢. " * 8
 QUESTION = "What is the access code?"
 SLOW = 1.0
@@ -309,6 +310,7 @@ def test_a_refused_cache_gives_way_to_evidence_where_the_bound_allows_it(
     assert "WEIGHTS_MISMATCH" in report.fallback_reason
     ledger = report.ask(QUESTION, max_tokens=1).ledger
     assert (ledger.form, ledger.fallback_reason) == ("evidence", report.fallback_reason)
+    assert ledger.fallback == "fallback_evidence"
     # Within "near" there is none.
     assert kv.send(text=DOCUMENT, method="auto", quality="near").form == "text"
 
@@ -330,7 +332,55 @@ def test_evidence_that_the_document_does_not_confirm_gives_way_to_text(
         assert (passed.method, passed.reason, passed.spent_ms > 0) == ("A5", reason, spends)
         assert report.fallback_reason is not None
         assert report.fallback_reason.endswith(f"; A5: {reason}")
+        assert report.ask(QUESTION, max_tokens=1).ledger.fallback == "fallback_text"
     assert [item.form for item in kv.artifacts()] == ["text"]
+
+
+NOTE = "The north gate opens at seven. The north gate closes at nine. The north gate is shut on Sundays."
+
+
+def test_a_note_too_short_for_a_part_is_sent_whole_and_says_so(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(*_: Any) -> Generator[Progress, None, EvidenceMaterial]:
+        yield Progress("method", 0, 1)
+        raise InvalidRequestError("budget: 20 tokens do not suffice for a fact", field="budget", value=20)
+
+    monkeypatch.setattr(StructuredEvidence, "make", nothing)
+    kv = connect(sender_at=QUICK, receiver_at=SLOW, receiver_model={**SHAPE, "seed": 1})
+    report = kv.send(text=NOTE, method="auto", quality="reduced")
+    auto = report.account.auto
+    assert auto is not None
+    assert report.method in {"A1", "A7"}
+    passed = {item.method: item.reason for item in auto.passed_over if item.form != "kv"}
+    assert passed["A5"] == "budget: 20 tokens do not suffice for a fact"
+    assert passed["A3"].startswith("budget: ")
+    assert " tokens do not suffice for the shortest piece of this document, which takes " in passed["A3"]
+    # The text stands in for cache and evidence, not for the shorter text.
+    assert report.fallback_reason is not None
+    assert "a fact" in report.fallback_reason
+    assert "piece" not in report.fallback_reason
+    assert report.ask("When does it open?", max_tokens=2).ledger.fallback == "fallback_reprefill"
+
+
+def test_what_lost_on_time_is_no_fallback_though_another_of_its_form_cannot_be_used(connect: Connect) -> None:
+    # Rows of 48 numbers cannot be packed by eights, and can be sent dense.
+    kv = connect(sender_at=SLOW, receiver_at=QUICK, sender_model={**SHAPE, "head_dim": 16})
+    report = kv.send(text=DOCUMENT, method="auto", quality="near")
+    auto = report.account.auto
+    assert auto is not None
+    assert {item.method for item in auto.passed_over} == {"B2"}
+    assert report.form == "text"
+    assert report.fallback_reason is None
+    assert report.ask(QUESTION, max_tokens=1).ledger.fallback is None
+
+
+def test_what_the_receiver_could_never_read_is_not_delivered(connect: Connect) -> None:
+    kv = connect(sender_at=QUICK, receiver_at=SLOW, sender_model={**SHAPE, "context": 4096}, receiver_model=SHORT)
+    with pytest.raises(RefusedError, match="A3 budget=0.25: TOO_LARGE prefix.tokens: artifact") as caught:
+        kv.send(text=DOCUMENT * 4, method="auto", quality="reduced")
+    assert "receiver context of 128" in caught.value.message
+    assert kv.artifacts() == []
 
 
 # What is wrong with a request

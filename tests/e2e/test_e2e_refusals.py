@@ -386,4 +386,6 @@ def test_a_prefix_that_fills_the_receivers_context(
     tokens = stored.manifest.prefix.tokens if stored.manifest.prefix else 0
     driver = peers(receiver=here("receiver", tiny_model_dir(context=tokens)).address)
     verdict = verdict_of(driver, stored.encoded)
-    assert verdict["prefix.tokens"] == ("TOO_LARGE", str(tokens), f"context of {tokens}")
+    room = len(stored.manifest.parity.suffix) + 1 if stored.manifest.parity else 2
+    told = f"context of {tokens}, {room} of it for question and answer"
+    assert verdict["prefix.tokens"] == ("TOO_LARGE", str(tokens), told)

@@ -97,16 +97,23 @@ def bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
 
 @pytest.fixture
 def artifact(tmp_path: Path) -> Iterator[Callable[..., Stored]]:
-    """Return a factory: ``artifact(model, "B1", text, system=..., **parameters)``."""
+    """Return a factory: ``artifact(model, "B1", text, system=..., fallback_for="", **parameters)``."""
     stores: list[ArtifactStore] = []
     numbers = itertools.count()
 
-    def make(model: LoadedModel, method: str, text: str, system: str = DEFAULT_SYSTEM, **parameters: Scalar) -> Stored:
+    def make(
+        model: LoadedModel,
+        method: str,
+        text: str,
+        system: str = DEFAULT_SYSTEM,
+        fallback_for: str = "",
+        **parameters: Scalar,
+    ) -> Stored:
         stores.append(ArtifactStore(tmp_path / f"sender-{next(numbers)}"))
         maker = ArtifactMaker(model, stores[-1], 1024, runtime_versions())
         found = registry.find(method)
         reading = Reading(model, Residency(0), text, system, None)
-        made = finish(maker.make(found, reading, registry.check_parameters(found, parameters)))
+        made = finish(maker.make(found, reading, registry.check_parameters(found, parameters), fallback_for))
         stored: Stored = made.stored
         return stored
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from kvferry.core.choice import AutoChoice, Estimate, LinkSpeed, PassedOver
 from kvferry.core.errors import ContainerError, ContextOverflowError, IntegrityError
-from kvferry.core.ledger import ledger_from_json, to_json
+from kvferry.core.ledger import SenderAccount, ledger_from_json, to_json
 from kvferry.engine.generate import Answer, Token
 from kvferry.engine.model import LoadedModel
 from kvferry.receiver import reconstruct
@@ -200,6 +202,50 @@ def test_the_ledger_says_what_was_answered(
     assert ledger.system == made.manifest.prompt.system.hex()
     assert set(ledger.runtime) >= {"kvferry", "mlx", "mlx_lm", "device"}
     assert ledger_from_json(to_json(ledger)) == ledger
+
+
+CACHE, FACTS = PassedOver("B1", "kv", "", "no"), PassedOver("A5", "evidence", "", "no fact")
+
+
+@pytest.mark.parametrize(
+    ("method", "passed_over", "expected"),
+    [
+        # The whole document in place of a cache, asked for by name or chosen.
+        ("A1", None, "fallback_reprefill"),
+        ("A1", [CACHE], "fallback_reprefill"),
+        ("A7", [CACHE, FACTS], "fallback_reprefill"),
+        # A part of it, or facts; and any text in place of facts, also where another cache was passed over as well.
+        ("A3", [CACHE], "fallback_text"),
+        ("A2", None, "fallback_text"),
+        ("A1", [FACTS], "fallback_text"),
+        ("A3", [FACTS, CACHE], "fallback_text"),
+        ("A5", [CACHE], "fallback_evidence"),
+    ],
+)
+def test_what_was_sent_in_place_of_another_is_called_what_it_is(
+    bench: Callable[..., Any],
+    artifact: Callable[..., Any],
+    model: LoadedModel,
+    method: str,
+    passed_over: list[PassedOver] | None,
+    expected: str,
+) -> None:
+    chosen = Estimate(method, "text", "", 1, 0.0, 0.0, 0.0, 0.0)
+    auto = passed_over and AutoChoice(
+        "reduced", chosen, (chosen,), tuple(passed_over), LinkSpeed(1.0, 1.0), 1.0, 1.0, 0, 0.0
+    )
+    replaced = passed_over[0].method if passed_over else "B1"
+    account = SenderAccount(0, 1000, 0.0, 0.0, 0.0, 0.0, fallback_reason="no", auto=auto or None)
+    receiver = bench(model)
+    given = {"budget": 200} if method in {"A2", "A3", "A5"} else {}
+    stored = receiver.take(artifact(model, method, DOCUMENT, fallback_for=replaced, **given), account)
+    _, ledger = receiver.ask(stored, QUESTIONS[0], 1)
+    assert (ledger.fallback, ledger.fallback_reason) == (expected, "no")
+    assert expected in (Path(__file__).parents[2] / "docs" / "ledger.md").read_text("utf-8")
+    # Without a reason the same artifact is nobody's substitute.
+    plain = bench(model)
+    again = plain.take(artifact(model, method, DOCUMENT, **given))
+    assert plain.ask(again, QUESTIONS[0], 1)[1].fallback is None
 
 
 def test_times_are_in_order(bench: Callable[..., Any], artifact: Callable[..., Any], model: LoadedModel) -> None:

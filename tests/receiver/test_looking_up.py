@@ -73,8 +73,9 @@ def stored(tmp_path: Path, model: LoadedModel) -> Iterator[Stored]:
 @pytest.mark.parametrize(
     ("gives", "count", "text", "outcome"),
     [
-        (3, 2, DOCUMENT[1000:1400], "fetched"),
-        (2, 1, DOCUMENT[1000:1270], "fetched"),
+        # Of the first word only the last letter came, which is paid for and not read.
+        (3, 2, DOCUMENT[1001:1400], "fetched"),
+        (2, 1, DOCUMENT[1001:1270], "fetched"),
         (0, 0, "", "fetched"),
         (None, 0, "", "failed"),
     ],
@@ -92,7 +93,7 @@ async def test_references_count_when_whole_and_every_look_up_by_what_it_came_to(
     finder = Finder(bench(model).answerer, Spans(gives), metrics)  # type: ignore[arg-type]
     found = await finder.find(stored, Question("Which code opens the gate?", allow_fallback=True))
     assert (found.lookups.count, found.message.text) == (count, text)
-    assert found.lookups.text_bytes == len(text.encode())
+    assert found.lookups.text_bytes == len(f"e{text}".encode() if text else b"")
     assert metrics.registry.get_sample_value("kvferry_lookups_total", {"outcome": outcome}) == 1
     await finder.find(stored, Question("?!"))
     assert metrics.registry.get_sample_value("kvferry_lookups_total", {"outcome": "no_hit"}) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -69,7 +70,7 @@ def test_a_match_of_the_only_reference_counts() -> None:
 def test_no_hit_fetches_nothing(references: list[Reference], question: str) -> None:
     wanted = lookups.choose(references, question, LENGTH)
     assert (wanted.references, wanted.windows, wanted.places, wanted.found(0)) == ((), (), (), 0)
-    assert lookups.put_together(wanted.places, []) == lookups.Excerpts("", ())
+    assert lookups.put_together(wanted, [], LENGTH) == lookups.Excerpts("", ())
 
 
 def test_a_place_that_is_named_twice_is_followed_once() -> None:
@@ -179,35 +180,65 @@ def test_every_code_point_of_the_chosen_windows_comes_once(
     assert len(wanted.references) == min(len({(item.start, item.end) for item in named}), 6)
 
 
+# What came of it
+
+
+def fetched(document: str, *references: Reference) -> lookups.Excerpts:
+    wanted = lookups.choose(references, QUESTION, len(document))
+    return lookups.put_together(wanted, budgeted(document, wanted), len(document))
+
+
 @given(references_of, st.data())
 def test_what_came_is_put_in_the_documents_order_and_says_where_it_stands(
     references: list[Reference], data: st.DataObject
 ) -> None:
-    document = (data.draw(st.text("ab \n門🚢é", min_size=1, max_size=30)) * 1000)[:1000]
+    words = data.draw(
+        st.lists(st.sampled_from(["ab", "a", "45,000", "7", "\n", "門", "🚢", "é"]), min_size=1, max_size=9)
+    )
+    document = (" ".join([*words, ""]) * 1000)[:1000]
     wanted = lookups.choose(references, QUESTION, len(document))
     texts = budgeted(document, wanted)
-    excerpts = lookups.put_together(wanted.places, texts)
-    kept = sorted({point for start, end in wanted.places[: len(texts)] for point in range(start, end)})
-    expected = ""
-    for before, point in zip([None, *kept], kept, strict=False):
-        expected += ("\n" if before is not None and before + 1 != point else "") + document[point]
-    assert excerpts.text == expected
-    assert sum(end - start for _, start, end in excerpts.spans) == len(kept)
+    excerpts = lookups.put_together(wanted, texts, len(document))
+    came = {point for start, end in wanted.places[: len(texts)] for point in range(start, end)}
+    kept = {point for _, start, end in excerpts.spans for point in range(start, end)}
+    assert kept <= came
+    assert excerpts.text == "\n".join(document[start:end] for _, start, end in excerpts.spans)
+    assert list(excerpts.spans) == sorted(excerpts.spans)
     for place, start, end in excerpts.spans:
         assert excerpts.text[place : place + end - start] == document[start:end] != ""
+    whole = [item for item in references if set(range(item.start, item.end)) <= came]
+    held = {point for item in whole if item in wanted.references for point in range(item.start, item.end)}
+    assert held <= kept
+    edges = {0, len(document)} | {edge for item in whole for edge in (item.start, item.end)}
+    for _, start, end in excerpts.spans:
+        for at in (start, end):
+            # A word, or a number, is there as a whole or not at all, but for what a reference cuts itself.
+            assert at in edges or not (document[at - 1].isascii() and document[at - 1 : at + 1].isalnum())
+    # Nothing is left out but at the ends of what came.
+    for point in came - kept:
+        assert any(came - kept >= set(_until_out(point, way, came)) for way in (-1, 1))
+
+
+def _until_out(point: int, way: int, came: set[int]) -> list[int]:
+    """Return the points of a passage from one of them to one of its ends."""
+    found = []
+    while point in came:
+        found.append(point)
+        point += way
+    return found
 
 
 @pytest.mark.parametrize(
     ("places", "texts", "expected", "spans"),
     [
-        ([Place(0, 2), Place(2, 4)], ["ab", "cd"], "abcd", [(0, 0, 4)]),
-        ([Place(2, 4), Place(0, 2)], ["cd", "ab"], "abcd", [(0, 0, 4)]),
-        ([Place(5, 7), Place(0, 2)], ["fg", "ab"], "ab\nfg", [(0, 0, 2), (3, 5, 7)]),
-        ([Place(5, 7), Place(0, 2)], ["fg"], "fg", [(0, 5, 7)]),
+        ([Place(0, 2), Place(2, 4)], ["甲乙", "丙丁"], "甲乙丙丁", [(0, 0, 4)]),
+        ([Place(2, 4), Place(0, 2)], ["丙丁", "甲乙"], "甲乙丙丁", [(0, 0, 4)]),
+        ([Place(5, 7), Place(0, 2)], ["己庚", "甲乙"], "甲乙\n己庚", [(0, 0, 2), (3, 5, 7)]),
+        ([Place(5, 7), Place(0, 2)], ["己庚"], "己庚", [(0, 5, 7)]),
         (
             [Place(4, 5), Place(0, 2), Place(2, 4), Place(9, 10)],
-            ["e", "ab", "cd", "j"],
-            "abcde\nj",
+            ["戊", "甲乙", "丙丁", "癸"],
+            "甲乙丙丁戊\n癸",
             [(0, 0, 5), (6, 9, 10)],
         ),
     ],
@@ -215,5 +246,45 @@ def test_what_came_is_put_in_the_documents_order_and_says_where_it_stands(
 def test_passages_that_touch_are_one(
     places: Sequence[Place], texts: list[str], expected: str, spans: list[tuple[int, int, int]]
 ) -> None:
-    found = lookups.put_together(places, texts)
+    found = lookups.put_together(Wanted((), (tuple(places),)), texts, 20)
     assert (found.text, [tuple(span) for span in found.spans]) == (expected, spans)
+
+
+# Each 200 code points long, so that the windows of what stands between them end in the middle of the numbers.
+@pytest.mark.parametrize("back", range(8))
+def test_a_number_that_a_window_cuts_is_not_read_as_another(back: int) -> None:
+    before, after = "Of 45,000 euros " + "門" * (24 + back), "門" * (140 + back) + " the fee is EUR 45,000 "
+    document = f"{'x ' * 50}{before}GATE{after}{'x ' * 50}"
+    start = document.index("GATE")
+    found = fetched(document, at(start, start + 4))
+    (span,) = found.spans
+    assert found.text == document[span.start : span.end]
+    # A window reaches 40 before and 160 behind.
+    assert span.start >= start - 40
+    assert span.end <= start + 164
+    numbers = re.findall(r"\d[\d,]*", found.text)
+    assert set(numbers) <= {"45,000"}
+    assert "GATE" in found.text
+
+
+def test_the_ends_of_the_document_are_no_cuts() -> None:
+    document = "45 gates, and a fee of EUR 45"
+    found = fetched(document, at(3, 8))
+    assert (found.text, [tuple(span) for span in found.spans]) == (document, [(0, 0, len(document))])
+
+
+def test_what_a_reference_points_to_is_read_to_the_letter() -> None:
+    # It points into a number, and the window of 500 ends with it.
+    document = "x " * 100 + "y" * 459 + "7" + "000 " + "x " * 100
+    (span,) = fetched(document, at(200, 660)).spans
+    assert (span.start, span.end) == (161, 660)
+    # One that the window itself cuts is cut like anything else.
+    found = fetched("x " * 100 + "門" * 455 + "45,000,000 " + "x " * 100, at(200, 666))
+    assert found.text.endswith("門")
+    assert sum(char == "門" for char in found.text) == 455
+
+
+def test_a_passage_that_is_one_cut_word_is_left_out() -> None:
+    wanted = Wanted((), ((Place(100, 105), Place(200, 206)),))
+    found = lookups.put_together(wanted, ["north", "the 門 "], 1000)
+    assert (found.text, [tuple(span) for span in found.spans]) == (" 門 ", [(0, 203, 206)])

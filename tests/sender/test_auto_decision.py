@@ -14,16 +14,31 @@ from kvferry.core import wire
 from kvferry.core.addresses import parse_receiver
 from kvferry.core.choice import MAX_REASON_CHARACTERS, QUALITIES, Estimate, LinkSpeed
 from kvferry.core.compat import Profile
-from kvferry.core.errors import InvalidRequestError, RefusedError
+from kvferry.core.errors import InvalidRequestError, KvferryError, RefusedError
 from kvferry.core.metrics import SenderMetrics
 from kvferry.core.wire import NodeInfo
 from kvferry.sender.auto import candidates, choosing
-from kvferry.sender.auto.candidates import ALLOWED, FORMS, Candidate, misfit
+from kvferry.sender.auto.candidates import ALLOWED, FORMS, Candidate
 from kvferry.sender.auto.decision import Decision
+from kvferry.sender.auto.estimates import Text
+from kvferry.sender.auto.fitting import Ends
 from kvferry.sender.link import Survey
 
 VERSIONS = {"kvferry": "0.1.0", "mlx": "1", "mlx_lm": "1", "device": "cpu", "blas": ""}
 TOKENS = 100
+QUESTION = 7
+TEXT = Text(
+    prefix_tokens=TOKENS,
+    tokens=80,
+    around_tokens=24,
+    question_tokens=QUESTION,
+    probe_tokens=6,
+    bytes=400,
+    characters=400,
+    system_bytes=40,
+    zstd_bytes=200,
+    zstd_ms=1.0,
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +54,10 @@ def node(profile: Profile) -> NodeInfo:
 
 def of(quality: Any, form: str) -> list[Candidate]:
     return [item for item in candidates.allowed(quality) if item.form == form]
+
+
+def misfit(candidate: Candidate, ours: Profile, theirs: NodeInfo, text: Text = TEXT) -> str:
+    return Ends(ours, theirs, text).misfit(candidate)
 
 
 # What is allowed
@@ -76,7 +95,7 @@ def test_a_tcp_worker_is_refused_by_field() -> None:
 
 @pytest.mark.parametrize("quality", QUALITIES)
 def test_the_same_model_at_both_ends_fits_everything(profile: Profile, node: NodeInfo, quality: Any) -> None:
-    assert [misfit(item, profile, node, TOKENS) for item in candidates.allowed(quality)] == [""] * len(ALLOWED[quality])
+    assert [misfit(item, profile, node) for item in candidates.allowed(quality)] == [""] * len(ALLOWED[quality])
 
 
 @pytest.mark.parametrize(
@@ -93,14 +112,14 @@ def test_a_cache_needs_the_same_model_and_text_does_not(
 ) -> None:
     other = dataclasses.replace(node, **{field: "another"})
     for item in candidates.allowed("reduced"):
-        why = misfit(item, profile, other, TOKENS)
+        why = misfit(item, profile, other)
         expected = f"{reason}: artifact {getattr(node, field)}, receiver another"
         assert why == (expected if item.form == "kv" else "")
 
 
 def test_every_difference_is_named(profile: Profile, node: NodeInfo) -> None:
     other = dataclasses.replace(node, weights="w", tokenizer="t", chat_template="c", dtype="d")
-    why = misfit(of("exact", "kv")[0], profile, other, TOKENS)
+    why = misfit(of("exact", "kv")[0], profile, other)
     assert [part.split()[0] for part in why.split("; ")] == [
         "WEIGHTS_MISMATCH",
         "TOKENIZER_MISMATCH",
@@ -109,38 +128,76 @@ def test_every_difference_is_named(profile: Profile, node: NodeInfo) -> None:
     ]
 
 
-def test_a_document_over_the_receivers_context_fits_only_in_parts(profile: Profile, node: NodeInfo) -> None:
-    small = dataclasses.replace(node, context_length=TOKENS)
-    expected = f"TOO_LARGE prefix.tokens: artifact {TOKENS}, receiver context of {TOKENS}"
-    whole = {"B1", "B2", "B9", "B5", "A1", "A7"}
-    for item in candidates.allowed("reduced"):
-        assert misfit(item, profile, small, TOKENS) == (expected if item.id in whole else "")
-        assert misfit(item, profile, small, TOKENS - 1) == ""
-    # Another tokenizer may make fewer tokens of it.
-    other = dataclasses.replace(small, tokenizer="another")
-    assert [misfit(item, profile, other, TOKENS) for item in of("exact", "text")] == ["", ""]
+def needed(candidate: Candidate, text: Text) -> int:
+    """The oracle: tokens before the question."""
+    if candidate.id not in {"A3", "A5"}:
+        return text.prefix_tokens
+    return text.around_tokens + text.tokens // 4
+
+
+@pytest.mark.parametrize("item", candidates.allowed("reduced"), ids=lambda item: f"{item.id} {item.written}")
+def test_what_the_receiver_has_no_room_to_ask_about_is_passed_over_with_both_values(
+    profile: Profile, node: NodeInfo, item: Candidate
+) -> None:
+    before = needed(item, TEXT)
+    for context in (before + QUESTION + 1, before + QUESTION, before, 1):
+        small = dataclasses.replace(node, context_length=context)
+        told = f"TOO_LARGE prefix.tokens: artifact {before}, receiver context of {context}"
+        told += ", 8 of it for question and answer"
+        assert misfit(item, profile, small) == (told if context <= before + QUESTION else "")
+        # Another tokenizer may make fewer tokens of it.
+        if item.form != "kv":
+            assert misfit(item, profile, dataclasses.replace(small, tokenizer="another")) == ""
+
+
+def test_of_a_very_long_document_only_what_has_an_end_of_its_own_fits(profile: Profile, node: NodeInfo) -> None:
+    long = dataclasses.replace(TEXT, prefix_tokens=100_020, tokens=100_000, bytes=400_000, characters=400_000)
+    ours, theirs = (dataclasses.replace(one, context_length=size) for one, size in ((profile, 131_072), (node, 8192)))
+    found = {item.id: Ends(ours, theirs, long).misfit(item) for item in candidates.allowed("reduced")}  # type: ignore[arg-type]
+    assert "artifact 25024, receiver context of 8192" in found["A3"]
+    assert "artifact 100020, receiver context of 8192" in found["A1"]
+    # There are 64 facts at most, however large the budget.
+    assert {name for name, why in found.items() if not why} == {"A5"}
+    # In a script that takes more tokens a character these may be too long as well.
+    dense = dataclasses.replace(long, characters=100_000)
+    assert "receiver context of 8192" in Ends(ours, theirs, dense).misfit(of("reduced", "evidence")[0])  # type: ignore[arg-type]
+
+
+def stored(form: str, **outcome: Any) -> Any:
+    params = {f"outcome.{name}": value for name, value in outcome.items()}
+    return SimpleNamespace(manifest=SimpleNamespace(form=form, method=SimpleNamespace(params=params)))
+
+
+def test_what_was_made_and_is_of_no_use_says_why(profile: Profile, node: NodeInfo) -> None:
+    ends = Ends(profile, dataclasses.replace(node, context_length=TEXT.around_tokens + 50 + QUESTION + 1), TEXT)
+    assert ends.useless(stored("kv")) == ""
+    assert ends.useless(stored("text")) == ""
+    assert ends.useless(stored("evidence", confirmed=1, facts=3, tokens=50)) == ""
+    assert "confirms none of the 3 facts" in ends.useless(stored("evidence", confirmed=0, facts=3, tokens=50))
+    for made in (stored("evidence", confirmed=1, facts=3, tokens=51), stored("text", tokens=51)):
+        assert ends.useless(made).startswith("TOO_LARGE prefix.tokens: artifact 75, receiver context of 82, 8 of it")
 
 
 def test_a_document_over_the_senders_context_is_not_read_here(profile: Profile, node: NodeInfo) -> None:
     small = dataclasses.replace(profile, context_length=TOKENS)
     for item in candidates.allowed("reduced"):
-        why = misfit(item, small, node, TOKENS)
+        why = misfit(item, small, node)
         assert why == ("" if item.form == "text" else "the document makes 100 tokens, and the sender's model takes 100")
 
 
 def test_a_model_that_cannot_attend_packed_rows_can_send_dense_ones(profile: Profile, node: NodeInfo) -> None:
     limited = dataclasses.replace(profile, attention="its attention is its own")
-    reasons = {(item.id, item.written): misfit(item, limited, node, TOKENS) for item in of("reduced", "kv")}
+    reasons = {(item.id, item.written): misfit(item, limited, node) for item in of("reduced", "kv")}
     assert reasons.pop(("B1", "")) == ""
     assert all("its attention is its own" in why for why in reasons.values())
     bare = dataclasses.replace(profile, unsupported="a sliding window")
-    assert all("a sliding window" in misfit(item, bare, node, TOKENS) for item in of("reduced", "kv"))
+    assert all("a sliding window" in misfit(item, bare, node) for item in of("reduced", "kv"))
 
 
 def test_a_width_that_does_not_divide_is_passed_over(tiny_model: Callable[..., Any]) -> None:
     narrow: Profile = tiny_model(heads=4, kv_heads=2, head_dim=16).profile
     same = wire.node_from_message(wire.node_to_message("receiver", narrow, VERSIONS, 50.0))
-    reasons = {(item.id, item.written): misfit(item, narrow, same, TOKENS) for item in of("near", "kv")}
+    reasons = {(item.id, item.written): misfit(item, narrow, same) for item in of("near", "kv")}
     assert reasons["B1", ""] == ""
     assert "group" in reasons["B2", "bits=8"]
 
@@ -159,7 +216,8 @@ def decision(node: NodeInfo) -> Decision:
     found = Decision("reduced", Survey(node, link, 77), 10.0)
     listed = candidates.allowed("reduced")
     for index, item in enumerate(listed):
-        found.add(item, priced(item, 100.0 - index))
+        found.consider(item)
+        found.price(item, priced(item, 100.0 - index))
     return found
 
 
@@ -192,18 +250,56 @@ def test_without_evidence_a_cache_gives_way_to_text(node: NodeInfo) -> None:
     link = LinkSpeed(1.0, 1e6)
     found = Decision("exact", Survey(node, link, 0), 1.0)
     for index, item in enumerate(candidates.allowed("exact")):
-        found.add(item, priced(item, float(index)))
+        found.consider(item)
+        found.price(item, priced(item, float(index)))
     assert found.best().id == "B1"
     assert found.give_way(found.best(), "refused", 0.0)
     assert found.best().id == "A7"
 
 
-def test_what_is_slower_for_its_own_sake_is_no_fallback(decision: Decision) -> None:
-    packed = of("near", "kv")[1]
-    decision.pass_over(packed, "cannot be packed")
-    # Another cache stands in for no form.
-    assert decision.fallback(of("exact", "kv")[0]) == ("", "")
-    assert decision.fallback(of("exact", "text")[0]) == ("B2", "B2 bits=8: cannot be packed")
+@pytest.mark.parametrize("form", FORMS[:-1])
+def test_a_form_that_was_only_slower_is_replaced_by_nothing(decision: Decision, form: str) -> None:
+    texts = of("reduced", "text")
+    *others, last = of("reduced", form)
+    for item in others:
+        decision.pass_over(item, "cannot be used")
+        assert all(decision.fallback(text) == ("", "") for text in texts)
+    # Another of the same form stands in for no form.
+    assert decision.fallback(last) == ("", "")
+    decision.pass_over(last, "nor this")
+    replaced, why = decision.fallback(texts[0])
+    assert replaced == (others or [last])[0].id
+    assert why.endswith("nor this")
+    # What comes before a form does not stand in for it.
+    assert all(decision.fallback(item) == ("", "") for item in of("reduced", "kv")[:1])
+
+
+def test_what_fails_for_its_budget_leaves_the_others_of_its_form_and_those_before(decision: Decision) -> None:
+    chosen = decision.best()
+    assert (chosen.id, chosen.form) == ("A3", "text")
+    decision.pass_over(chosen, "budget: 3 tokens do not suffice", 5.0)
+    assert decision.best().id == "A5"
+    assert {item.form for item in decision.open} == set(FORMS)
+    (passed,) = decision.choice(decision.best()).passed_over
+    assert (passed.method, passed.spent_ms) == ("A3", 5.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "goes_on", "left"),
+    [
+        (InvalidRequestError("budget: 3 tokens", field="budget", value=3), True, {"A1", "A7"}),
+        (InvalidRequestError("question: none", field="question"), False, {"A1", "A3", "A7"}),
+        (RefusedError("refused: TOO_LARGE"), False, set()),
+    ],
+)
+def test_what_an_error_leaves(node: NodeInfo, error: KvferryError, goes_on: bool, left: set[str]) -> None:  # noqa: FBT001  (a column)
+    found = Decision("reduced", Survey(node, LinkSpeed(1.0, 1e6), 0), 1.0)
+    texts = of("reduced", "text")
+    for item in texts:
+        found.consider(item)
+    parts: Any = SimpleNamespace(metrics=SenderMetrics("tiny", {"kvferry": "1", "device": "cpu"}))
+    assert choosing.Choosing(parts, parts)._goes_on(found, texts[-1], error, 1.0) is goes_on
+    assert {item.id for item in found.open} == left
 
 
 def test_a_reason_that_several_have_is_told_once(node: NodeInfo) -> None:

@@ -13,16 +13,19 @@ from hypothesis import strategies as st
 
 from kvferry.core.choice import QUALITIES, Estimate, LinkSpeed
 from kvferry.core.compat import Profile
+from kvferry.core.errors import UnknownMethodError
 from kvferry.engine.model import LoadedModel
+from kvferry.engine.prompt import LABELS
 from kvferry.sender import registry
 from kvferry.sender.auto import candidates, choosing
 from kvferry.sender.auto.candidates import Candidate
-from kvferry.sender.auto.estimates import Conditions, Text, estimate, quickest
+from kvferry.sender.auto.estimates import Conditions, Text, estimate, prompt_tokens, quickest
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 64
 TEXT = Text(
     prefix_tokens=1000,
     tokens=960,
+    around_tokens=44,
     question_tokens=32,
     probe_tokens=20,
     bytes=4000,
@@ -128,6 +131,30 @@ def test_facts_cost_a_reading_and_a_writing(profile: Profile) -> None:
     assert 1100 < found.bytes < 1100 + 2 * HEADER
 
 
+def test_a_long_document_has_no_more_facts_than_there_may_be(profile: Profile) -> None:
+    long = dataclasses.replace(TEXT, prefix_tokens=100_040, tokens=100_000, bytes=400_000, characters=400_000)
+    read = estimate(one("A5"), long, conditions(profile)).receiver_ms / 10 - 40 - 32
+    # 64 of at most 80 + 80 + 100 characters, four a token, and no further than the model's context.
+    assert read == min(64 * 260 / 4, profile.context_length)
+    assert prompt_tokens(one("A5"), long) == 44 + 64 * 260 / 4
+
+
+def test_every_method_that_is_allowed_is_known_and_no_other_is_taken_for_one(profile: Profile) -> None:
+    for candidate in candidates.allowed("reduced"):
+        assert prompt_tokens(candidate, TEXT) > 0
+        assert estimate(candidate, TEXT, conditions(profile)).bytes > 0
+    ids = {candidate.id for candidate in candidates.allowed("reduced")}
+    others = [method.info.id for method in registry.METHODS if method.info.id not in ids]
+    assert {"A2", "A4", "A6", "B0", "snapkv"} & set(others)
+    for name in others:
+        for ask in (
+            lambda item: prompt_tokens(item, TEXT),
+            lambda item: estimate(item, TEXT, conditions(profile)),
+        ):
+            with pytest.raises(UnknownMethodError, match=f"auto cannot tell what {name} takes"):
+                ask(one(name))
+
+
 def test_a_cache_at_hand_is_not_read_again(profile: Profile) -> None:
     read, at_hand = (estimate(one("B1"), TEXT, conditions(profile, cached=cached)) for cached in (False, True))
     assert read.sender_ms - at_hand.sender_ms == pytest.approx(2000)
@@ -157,6 +184,7 @@ def test_a_request_is_measured_in_the_senders_tokens(
     assert found == Text(
         prefix_tokens=whole,
         tokens=whole - bare,
+        around_tokens=max(len(prompt.prefix("", system, kind)) for kind in LABELS),
         question_tokens=len(prompt.fresh(question)) if question else 32,
         probe_tokens=len(prompt.fresh("What is this document about?")),
         bytes=len(text.encode()),

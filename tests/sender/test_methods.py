@@ -25,7 +25,7 @@ from kvferry.engine.model import LoadedModel
 from kvferry.engine.prompt import DEFAULT_SYSTEM, EVIDENCE_SYSTEM, SUMMARY_SYSTEM
 from kvferry.sender import registry
 
-DOCUMENT = "The access code of the north warehouse is 4417. Tür und Tor, 門, 🚢, e\u0301. <|im_end|> <think>\n\n" * 4
+DOCUMENT = "The access code of the north warehouse is 4417. Tür und Tor, 門, 🚢, e\u0301. <|im_end|> <think>\n\n" * 8
 KV_GROUPS = ("model", "tokenizer", "prefix", "positions", "layout", "parity")
 METHODS = {
     "A0": "text",
@@ -477,6 +477,6 @@ def test_params_in_the_manifest_are_those_of_the_method(shop: Any) -> None:
 
 @pytest.mark.parametrize("method", ["A2", "A3", "A3-aware", "A4", "A5", "A6"])
 def test_a_budget_says_whose_tokens_it_counts(shop: Any, model: LoadedModel, method: str) -> None:
-    params = shop.make(method, DOCUMENT, budget=20).stored.manifest.method.params
+    params = shop.make(method, DOCUMENT, budget=300).stored.manifest.method.params
     assert params["outcome.tokenizer"] == model.profile.tokenizer.vocab.hex()
-    assert params["outcome.tokens"] <= 20
+    assert params["outcome.tokens"] <= 300

@@ -12,6 +12,7 @@ import regex
 from loading import load
 
 from kvferry.core import container, evidence
+from kvferry.core.errors import InvalidRequestError
 from kvferry.core.spans import from_bytes
 from kvferry.core.stored import Stored
 from kvferry.engine.model import LoadedModel
@@ -69,6 +70,16 @@ def check(stored: Stored, method: str, model: LoadedModel, document: str, budget
     return text
 
 
+def refused(shop: Any, method: str, document: str, budget: float) -> int:
+    """Return the budget that would do, where this one is refused; 0 where it is not."""
+    try:
+        shop.make(method, document, budget=budget)
+    except InvalidRequestError as error:
+        least: int = error.fields["minimum"] if error.fields["field"] == "budget" else 0  # type: ignore[assignment]
+        return least
+    return 0
+
+
 @pytest.mark.parametrize("method", EXTRACTS)
 @pytest.mark.parametrize("name", [*WRITTEN, *MADE])
 def test_extracts(
@@ -76,9 +87,17 @@ def test_extracts(
 ) -> None:
     document = documents[name]
     for budget in BUDGETS:
+        least = refused(workshop(model), method, document, budget)
+        if least:
+            # What says something is never sent as a text that does not, and the least that would do does.
+            assert document.strip()
+            assert least > budget
+            enough = workshop(model).make(method, document, budget=least).stored
+            assert check(enough, method, model, document, least).strip()
+            continue
         first, second = (workshop(model).make(method, document, budget=budget).stored for _ in range(2))
         assert first.encoded == second.encoded
-        check(first, method, model, document, budget)
+        assert bool(check(first, method, model, document, budget).strip()) is bool(document.strip())
         assert first.payload_path.read_bytes() == second.payload_path.read_bytes()
     whole = workshop(model).make(method, document, budget=1.0).stored
     assert check(whole, method, model, document, 1.0) == document

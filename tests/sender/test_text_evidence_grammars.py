@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from kvferry.engine.constrained import Constraint, GrammarCompiler
 from kvferry.sender.text.evidence_grammars import (
-    MAX_FACTS,
     MAX_NAME,
     MAX_QUOTE,
     MAX_REMARKS,
+    MAX_STATED,
     MAX_VALUE,
     evidence_grammar,
     fact_grammar,
@@ -196,6 +196,15 @@ def test_a_quote_is_no_part_of_a_passage(compiler: GrammarCompiler, single: dict
         ("10²", ("10", "²")),
         ("m²", ("m", "²")),
         ("2½", ("2", "½")),
+        ("5'000", ("5", "000", "5'")),
+        ("45\u2019000", ("45", "000")),
+        ("5\u02bc000", ("5", "000")),
+        ("5 000", ("5", "000")),
+        ("1\u202f250\u00a0000", ("1", "250", "1\u202f250", "000")),
+        ("٥٫٣", ("٥", "٣")),
+        ("٥٬٠٠٠", ("٥", "٠٠٠")),
+        ("1/2", ("1", "2", "1/")),
+        ("1\u20442", ("1", "2")),
     ],
 )
 def test_a_number_is_a_value_as_a_whole(
@@ -218,6 +227,11 @@ def test_a_number_is_a_value_as_a_whole(
         ("a:7", "a"),
         ("5年", "5"),
         ("5 %", "5"),
+        ("5 00", "5"),
+        ("5\t000", "5"),
+        ("2024 500", "500"),
+        ("km/h", "km"),
+        ("it is '5'", "5"),
         ("$5.00", "5.00"),
     ],
 )
@@ -430,7 +444,7 @@ def test_an_endless_list_of_facts_ends(
     compiler: GrammarCompiler, single: dict[int, int], passages: list[str] | None
 ) -> None:
     constraint = compiler.compile(evidence_grammar(passages))
-    start = written(*[fact(quote="q v")] * MAX_FACTS).removesuffix('], "notes": [], "unknowns": []}')
+    start = written(*[fact(quote="q v")] * MAX_STATED).removesuffix('], "notes": [], "unknowns": []}')
     assert follow(constraint, single, start) == start
     assert left(constraint, single) == {"]"}
     remarks = ["r"] * MAX_REMARKS
@@ -467,7 +481,7 @@ def test_whatever_the_logits_the_answer_is_evidence(compiler: GrammarCompiler, s
         text = b"".join(spelling[token] for token in walk(constraint, seed, spelling)).decode()
         message = json.loads(text)
         assert list(message) == ["facts", "notes", "unknowns"]
-        assert 1 <= len(message["facts"]) <= MAX_FACTS
+        assert 1 <= len(message["facts"]) <= MAX_STATED
         for found in message["facts"]:
             assert list(found) == list(FIELDS)
             assert all(0 < len(found[field]) <= most for field, most in FIELDS.items())
@@ -561,7 +575,14 @@ def test_what_is_no_evidence_cannot_be_written(
 
 # --- Any passages -----------------------------------------------------------------------------------------------------
 
-ATOMS = [*"ab15.,'\"\\/:-–_²½é漢字ทขカー한{}[]<|%x\t\n\x00\x7f\u2028\u00a0", "👩\u200d🚀", "\r\n", *[" "] * 6]
+ATOMS = [
+    "000",
+    "5 000",
+    *"ab15.,/\u2019\u066b'\"\\/:-–_²½é漢字ทขカー한{}[]<|%x\t\n\x00\x7f\u2028\u00a0",
+    "👩\u200d🚀",
+    "\r\n",
+    *[" "] * 6,
+]
 FLAGS = "".join(map(chr, range(0x1F1E6, 0x1F200)))
 CHARACTERS_OF_ANY_KIND = st.characters(codec="utf-8", categories=["L", "Nd", "S", "P"], exclude_characters=FLAGS)
 TEXTS = st.lists(st.sampled_from(ATOMS) | CHARACTERS_OF_ANY_KIND, max_size=30).map("".join)
@@ -575,11 +596,18 @@ def words_of(text: str) -> list[str]:
 
 
 def number_goes_on(before: str, after: str) -> bool:
-    colons = (":", "\uff1a")
-    if before[-1].isdecimal() and after.startswith(colons) and after[1:2].isdecimal():
+    marks = tuple(
+        ".,:'/\uff0e\uff0c\uff1a\uff0f\uff07\u066b\u066c\u2018\u2019\u201a\u201b\u2039\u203a\u2032\u02bc\u2044\u2215"
+    )
+    if before[-1].isdecimal() and after.startswith(marks) and after[1:2].isdecimal():
         return True
-    if before[-2:-1].isdecimal() and before.endswith(colons) and after[0].isdecimal():
+    if before[-2:-1].isdecimal() and before.endswith(marks) and after[0].isdecimal():
         return True
+    for first, group in ((before, after[1:]), (before[:-1], after)):
+        space = (before + after)[len(first)]
+        grouped = re.match(r"\d{3}(?!\d)", group) and re.search(r"(?<!\d)\d{1,3}$", first)
+        if space in " \u00a0\u2007\u2009\u202f" and grouped and not re.search(r"[-:]\d\d[-:]\d+$", first):
+            return True
     if (unicodedata.category(before[-1]) == "Pd" or before[-1] == "\u2212") and after[0].isdecimal():
         return not belongs(before[-2:-1])
     powers = unicodedata.category(before[-1]) == "No" or unicodedata.category(after[0]) == "No"

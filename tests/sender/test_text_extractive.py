@@ -7,6 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.errors import InvalidRequestError
+from kvferry.core.progress import Progress, finish
 from kvferry.core.words import terms
 from kvferry.engine.model import LoadedModel
 from kvferry.sender import registry
 from kvferry.sender.method import TextMaterial
+from kvferry.sender.text.assembly import Piece
 from kvferry.sender.text.centrality import centrality
-from kvferry.sender.text.extractive import aware_scores, blind_scores
-from kvferry.sender.text.selection import ranked
+from kvferry.sender.text.extractive import aware_scores, blind_scores, read_pieces
+from kvferry.sender.text.selection import ranked, select
 from kvferry.sender.text.sentences import pieces
 
 SENTENCES = [
@@ -77,7 +80,35 @@ def cost(model: LoadedModel, text: str) -> int:
 def test_hardly_anything_to_choose_from(extract: Callable[..., TextMaterial], method: str, text: str) -> None:
     assert extract(method, text, budget=1.0).text == text
     assert extract(method, text, budget=1000).text == text
-    assert len(extract(method, text, budget=1).text or "") <= 1
+
+
+@pytest.mark.parametrize("method", ["A3", "A3-aware"])
+@pytest.mark.parametrize(
+    "text",
+    [TEXT, "One.", "...", "\n\nRain fell. \n \n", SENTENCES[0] * 3, "44" * 300 + "x" * 600, "北の倉庫。門は赤い。"],
+)
+def test_a_budget_that_holds_no_piece_is_refused_with_the_least_that_does(
+    extract: Callable[..., TextMaterial], model: LoadedModel, method: str, text: str
+) -> None:
+    least = min(cost(model, text[start:end]) for start, end in pieces(text) if text[start:end].strip())
+    for budget in {1, least - 1} - {0}:
+        with pytest.raises(InvalidRequestError) as caught:
+            extract(method, text, budget=budget)
+        assert caught.value.fields == {"field": "budget", "value": budget, "minimum": least}
+        assert caught.value.message.startswith(f"budget: {budget} tokens do not suffice for the shortest piece")
+        assert caught.value.message.endswith(f" {least}")
+    assert (extract(method, text, budget=least).text or "").strip()
+
+
+def test_what_looks_cheaper_among_others_does_not_take_the_place_of_what_fits() -> None:
+    prompt: Any = SimpleNamespace(count=lambda text: 9 if text == "aaa" else len(text))
+    # Within the document three tokens, by itself nine.
+    document: Any = SimpleNamespace(text="aaabbb", costs=lambda _: [3, 3])
+    two = [Piece(0, 3), Piece(3, 6)]
+    found = finish(select(prompt, document, two, [0, 1], 3))
+    assert (found.made.text, found.tokens, found.pieces) == ("bbb", 3, 1)
+    with pytest.raises(InvalidRequestError, match=r"^budget: 2 tokens .* takes 3$"):
+        finish(select(prompt, document, two, [0, 1], 2))
 
 
 @pytest.mark.parametrize("method", ["A3", "A3-aware"])
@@ -120,7 +151,7 @@ def test_what_does_not_fit_is_skipped_for_what_does(extract: Callable[..., TextM
 
 
 @pytest.mark.parametrize("method", ["A3", "A3-aware"])
-@pytest.mark.parametrize("budget", [1, 5, 12, 20, 33, 50, 70, 90])
+@pytest.mark.parametrize("budget", [12, 16, 20, 33, 50, 70, 90])
 def test_nothing_that_is_left_out_would_still_fit(
     extract: Callable[..., TextMaterial], model: LoadedModel, method: str, budget: int
 ) -> None:
@@ -198,6 +229,16 @@ def test_blind_prefers_what_is_central_and_concrete() -> None:
     words = [terms(sentence) for sentence in dense]
     expected = [share * one for share, one in zip((1.0, 4 / 3, 5 / 4), mean_cosine(words), strict=True)]
     assert blind_scores(dense, words).tolist() == pytest.approx(expected)
+
+
+def test_reading_gives_every_piece_with_its_terms_and_says_how_far_it_is() -> None:
+    text = "Gate 7. " * 1500
+    split = [Piece(at, at + 8) for at in range(0, len(text), 8)]
+    seen: list[Progress] = []
+    found, words = finish(read_pieces(text, iter(split)), seen.append)
+    assert (found, words) == (split, [["gate", "7"]] * 1500)
+    assert [progress.done for progress in seen] == [0, 512 * 8, 1024 * 8, len(text)]
+    assert {(progress.stage, progress.total) for progress in seen} == {("tokenise", len(text))}
 
 
 def test_equal_scores_go_in_the_documents_order() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core import limits
-from kvferry.sender.text.facts import MOST, RawFact, Written, read_facts
+from kvferry.sender.text.facts import RawFact, Written, read_facts
 
 NOTHING = Written((), (), (), complete=False, dropped=0)
 FACTS = (
@@ -264,14 +264,13 @@ def test_entries_without_commas_end_the_reading() -> None:
 
 
 def test_the_limits() -> None:
-    assert MOST == limits.MAX_FACTS
     fact = entry(FACTS[2])
-    for count in (MOST, MOST + 1):
+    for count in (limits.MAX_FACTS, limits.MAX_FACTS + 1):
         read = read_facts('{"facts": [null, ' + ", ".join([fact] * count) + "]}", cut=False)
-        assert (len(read.facts), read.complete, read.dropped) == (MOST, count == MOST, 1)
+        assert (len(read.facts), read.complete, read.dropped) == (limits.MAX_FACTS, count == limits.MAX_FACTS, 1)
         for key in ("notes", "unknowns"):
             read = read_facts(json.dumps({"facts": [], key: ["n"] * count}), cut=False)
-            assert (len(getattr(read, key)), read.complete) == (MOST, count == MOST)
+            assert (len(getattr(read, key)), read.complete) == (limits.MAX_FACTS, count == limits.MAX_FACTS)
 
 
 NUMBERS = st.sampled_from(["0", "-1.50", "1e9", "true", "false"])

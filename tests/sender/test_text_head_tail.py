@@ -9,6 +9,7 @@ import pytest
 import regex
 
 from kvferry.core import container
+from kvferry.core.errors import InvalidRequestError
 from kvferry.core.progress import Progress
 from kvferry.engine.model import LoadedModel
 from kvferry.sender import registry
@@ -106,10 +107,28 @@ def test_a_fraction_is_of_the_documents_tokens(workshop: Callable[..., Any], mod
         assert fraction * tokens - 3 <= params["outcome.tokens"] <= fraction * tokens
 
 
+@pytest.mark.parametrize("name", ["chinese", "arabic", "spaced"])
+def test_a_budget_that_holds_nothing_of_either_end_is_refused_with_the_least_that_does(
+    workshop: Callable[..., Any], model: LoadedModel, name: str
+) -> None:
+    text = (TEXTS | {"spaced": "\n \u3000\t" * 9 + TEXTS["chinese"] + "\u3000\n \t" * 9})[name]
+    document = CountedText(model.prompt, text)
+    sent = [head_and_tail(model.prompt, document, budget) for budget in range(document.tokens + 1)]
+    bare = {budget for budget, made in enumerate(sent) if not made.text.replace(MARK, "").strip()}
+    assert {0, 1} <= bare
+    for budget in sorted(bare - {0}):
+        with pytest.raises(InvalidRequestError, match=f"^budget: {budget} tokens do not suffice") as caught:
+            workshop(model).make("A2", text, budget=budget)
+        least = caught.value.fields["minimum"]
+        assert caught.value.fields == {"field": "budget", "value": budget, "minimum": least}
+        assert least > budget
+        assert least not in bare
+        assert least - 1 in bare
+    assert workshop(model).make("A2", " \n\u3000", budget=1).stored
+
+
 @pytest.mark.parametrize("budget", [0, -1, 1.5, 0.0, "200KB", None, True])
 def test_a_budget_that_is_none(workshop: Callable[..., Any], model: LoadedModel, budget: Any) -> None:
-    from kvferry.core.errors import InvalidRequestError
-
     with pytest.raises(InvalidRequestError, match="^budget: "):
         workshop(model).make("A2", "text", budget=budget)
 

@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.sender.text import quotes
+from kvferry.sender.text.folding import fold
 from kvferry.sender.text.quotes import Resolved, Source, supports
 
 # In the document, in a quote: one and the same.
@@ -90,6 +91,21 @@ OTHER = {
     "digits of another script": ("١٩٩", "199"),
     "accent in the air": ("a ¨b", "a \u0308b"),
     "vowel sign": ("कि", "क"),
+    "a number's beginning": ("The fee is 50 euros", "The fee is 5"),
+    "a number's end": ("since 2012", "12"),
+    "a number's decimals": ("worth 4.75 now", "worth 4"),
+    "thousands": ("CHF 5’000", "CHF 5"),
+    "spaced thousands": ("some 5 000 kg", "some 5"),
+    "spaced thousands' end": ("some 5 000 kg", "000 kg"),
+    "spaced groups": ("1 250 000 crowns", "250 000 crowns"),
+    "arabic decimals": ("٥٫٣ كم", "٥"),
+    "a sign": ("it was −5 there", "5 there"),
+    "a word's beginning": ("Termination fee", "Term"),
+    "a word's end": ("at the airport", "port"),
+    "a word's middle in another writing": ("Zoës café", "Zoë"),
+    "a word's part behind a hyphen that is not seen": ("ware­house", "house"),
+    "a name's part": ("id_5", "5"),
+    "a morpheme": ("می‌خواهم", "خواهم"),
 }
 ALPHABET = [
     *"ab.-'\" \n…“’—ﬁfié門가각ﻻلا❤👩🚀🇩🇰🇸",
@@ -114,6 +130,18 @@ def edges(text: str) -> list[int]:
     return [0, *(match.end() for match in regex.finditer(r"\X", text))]
 
 
+def is_whole(text: str, at: int) -> bool:
+    """Whether no word of the alphabet goes on at a place, as a second opinion."""
+    before, after = (unicodedata.normalize("NFD", part.translate(WRITTEN)) for part in (text[:at], text[at:]))
+    return not (before and after and joins(before[-1]) and joins(after[0]))
+
+
+def joins(character: str) -> bool:
+    if character == "門" or unicodedata.name(character, "").startswith("HANGUL"):
+        return False
+    return unicodedata.category(character)[0] in "LMN"
+
+
 def apart(spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     free = 0
     for start, end in sorted(spans):
@@ -127,6 +155,7 @@ def all_places(text: str, quote: str) -> tuple[str, list[tuple[int, int]]]:
     if not plain(quote):
         return "unresolved", []
     places = edges(text)
+    places = [place for place in places if is_whole(text, place)]
     pairs = [(start, end) for start in places for end in places if start < end]
     exact = [(start, end) for start, end in pairs if text[start:end] == quote.strip()]
     if exact:
@@ -180,20 +209,22 @@ def test_exact_places_hide_those_in_another_writing() -> None:
 
 
 def test_places_do_not_overlap() -> None:
-    assert Source("aaaaa").resolve("aa").spans == ((0, 2), (2, 4))
-    assert Source("ababab\u00ada").resolve("aba").spans == ((0, 3),)
+    assert Source("門門門門門").resolve("門門").spans == ((0, 2), (2, 4))
+    assert Source("門口門口門口\u00ad門").resolve("門口門").spans == ((0, 3),)
     assert Source("a.\u00a0a.\u00a0a.\u00a0a.").resolve("a. a.").spans == ((0, 5), (6, 11))
     # A place that does not count hides none behind it.
-    assert Source("aa\u0301a\u00ad\u00a0a").resolve("a a").spans == ((3, 7),)
-    assert Source("aa\u0301aa").resolve("aa").spans == ((3, 5),)
+    assert Source("a a\u0301 a\u00ad\u00a0a").resolve("a a").spans == ((5, 9),)
+    assert Source("門門\u0301門門").resolve("門門").spans == ((3, 5),)
+    assert Source("2012, 12").resolve("12").spans == ((6, 8),)
+    assert Source("Termination of Term").resolve("Term").spans == ((15, 19),)
     assert Source("🇩🇰🇰🇰").resolve("🇰🇰").spans == ((2, 4),)
 
 
 def test_marks_belong_to_what_they_mark() -> None:
     assert Source("I ❤\ufe0f, it").resolve("I ❤").spans == ((0, 4),)
     assert Source("x e\u0323\u0301, it").resolve("x ẹ\u0301").spans == ((0, 5),)
-    assert Source("خواه\u200cم").resolve("خواه").spans == ((0, 5),)
-    assert Source("a\u00adb").resolve("\u00ada").spans == ((0, 1),)
+    assert Source("خواه\u200c م").resolve("خواه").spans == ((0, 5),)
+    assert Source("a\u00ad b").resolve("\u00ada").spans == ((0, 1),)
 
 
 @given(st.data())
@@ -226,19 +257,20 @@ def test_a_place_folds_to_its_quote_on_any_text(text: str, quote: str, entity: s
             if found.match == "exact":
                 assert text[start:end] == wanted.strip()
             else:
-                assert quotes._fold(text[start:end]).text.strip() == quotes._fold(wanted).text.strip()
+                assert fold(text[start:end]).text.strip() == fold(wanted).text.strip()
         assert bool(found.spans) == (found.match != "unresolved")
         assert found.chosen == 0 or found.chosen < len(found.spans)
 
 
 @given(st.text(max_size=60))
 def test_folding_is_stable_and_the_same_for_equivalents(text: str) -> None:
-    folded, at = quotes._fold(text)
+    folded, marked, at = fold(text)
+    assert marked.replace("\n", " ") == folded
     assert len(at) == len(folded) + 1
     assert at[-1] == len(text)
-    assert quotes._fold(folded).text == folded
+    assert fold(folded).text == folded
     for form in ("NFC", "NFD"):
-        assert quotes._fold(unicodedata.normalize(form, text)).text == folded
+        assert fold(unicodedata.normalize(form, text)).text == folded
 
 
 @given(
@@ -270,7 +302,7 @@ def test_characters_are_those_of_the_standard(text: str) -> None:
         # One that holds the entity in more room is no nearer.
         ("a\u00a0b; a\u00a0\u00a0b", "a b", "a", 0),
         # Only whole characters name the entity.
-        ("x y A\u0301x A", "x", "A", 1),
+        ("x y A\u0301 x A", "x", "A", 1),
     ],
 )
 def test_of_several_places_the_one_next_to_the_entity_is_meant(text: str, quote: str, entity: str, chosen: int) -> None:
@@ -285,12 +317,32 @@ def test_nearest_is_nearest_among_all(text: str) -> None:
         assert Source(text).resolve(quote, entity).chosen == (gaps.index(min(gaps)) if gaps else 0)
 
 
+@pytest.mark.parametrize(
+    ("text", "place", "spans"),
+    [
+        ("Go. Go! Go.", (8, 11), ((0, 3), (8, 11))),
+        ("Go. Go! Go.", (0, 3), ((0, 3), (8, 11))),
+        # Of places that overlap, the one that is meant.
+        ("ha ha ha", (3, 8), ((3, 8),)),
+        # What a search would not find is where it was taken from.
+        ("2012", (2, 4), ((2, 4),)),
+        ("a\u00a0b a b", (0, 3), ((0, 3),)),
+    ],
+)
+def test_a_known_place_is_the_one_that_is_meant(
+    text: str, place: tuple[int, int], spans: tuple[tuple[int, int], ...]
+) -> None:
+    assert Source(text).at(place) == Resolved(spans, spans.index(place), "exact")
+
+
 def test_hundreds_of_quotes_of_a_long_document_take_no_time() -> None:
     words = ["naïve", "“ledger”", "ferry", "o\ufb03ce", "don’t", "門", "4417", "—", "\r\n", "crate"]
-    text = " ".join(words[pick] for pick in np.random.default_rng(0).integers(0, 10, 50_000))
+    many = [words[pick] for pick in np.random.default_rng(0).integers(0, 10, 50_000)]
+    text = " ".join(many)
     source = Source(text)
     start = time.process_time()
-    found = [source.resolve(plain(text[at : at + 200].replace("ﬃ", "ffi")), "ferry") for at in range(0, 200_000, 501)]
+    parts = (" ".join(many[at : at + 40]) for at in range(0, 40_000, 100))
+    found = [source.resolve(plain(part.replace("ﬃ", "ffi")), "ferry") for part in parts]
     assert time.process_time() - start < 5
     assert sum(hit.match == "folded" for hit in found) > 350
 
@@ -301,13 +353,28 @@ def test_hundreds_of_quotes_of_a_long_document_take_no_time() -> None:
         ("🇩🇰" * 50_000, "🇩🇰", 50_000),
         ("🇩🇰" * 50_000, "🇰🇩", 0),
         ("a" + "\u0301" * 100_000, "a\u0301", 0),
-        ("a" * 100_000, "a" * 25_000, 4),
-        ("e\u00ad\u0301" * 30_000, "é", 30_000),
+        ("門" * 100_000, "門" * 25_000, 4),
+        ("a" * 100_000, "a" * 25_000, 0),
+        ("5 000 " * 30_000, "000", 0),
+        ("e\u00ad\u0301 " * 30_000, "é", 30_000),
+        ("e\u00ad\u0301" * 30_000, "é", 0),
         ("👩\u200d" * 50_000, "👩", 0),
         ("\u00ad" * 100_000, "a", 0),
         (" " * 100_000, "a", 0),
     ],
-    ids=["flags", "flags off by one", "marks", "one letter", "unseen", "joiners", "nothing seen", "nothing"],
+    ids=[
+        "flags",
+        "flags off by one",
+        "marks",
+        "one letter",
+        "one word",
+        "one number",
+        "unseen",
+        "unseen in a word",
+        "joiners",
+        "nothing seen",
+        "nothing",
+    ],
 )
 def test_long_runs_take_no_time(text: str, quote: str, spans: int) -> None:
     start = time.process_time()
@@ -329,6 +396,20 @@ def test_long_runs_take_no_time(text: str, quote: str, spans: int) -> None:
         ("pages 3–5", "5"),
         ("on 2026-02-11", "2026"),
         ("5% of it", "5"),
+        ("on 2024-05-03", "03"),
+        ("CHF 5'000", "5\u2019000"),
+        ("5 000 Euro", "5\u202f000"),
+        ("Rows 5\t000", "5"),
+        ("in room 5\n120 came", "5"),
+        ("room 5  120 came", "120"),
+        ("in 2024 500 came", "500"),
+        ("5 0001", "5"),
+        ("on 2024-05-03 100 came", "100"),
+        ("12:30:45 200 OK", "200"),
+        ("1/2 cup", "1/2"),
+        ("km/h", "km"),
+        ("٥٫٣ km", "5\u066b3"),
+        ("it is '5'", "5"),
         ("Ada's keys", "Ada"),
         ("رقم ١٩٩!", "199"),
         ("第１５条", "15"),
@@ -360,6 +441,19 @@ def test_a_value_that_stands_in_its_quote(quote: str, value: str) -> None:
         ("worth 1.5", "5"),
         ("worth 1.5", "1"),
         ("at 7:30", "7"),
+        ("CHF 5'000", "5"),
+        ("CHF 5\u2019000", "000"),
+        ("5 000 Euro", "5"),
+        ("5 000 Euro", "000"),
+        ("5\u00a0000 Euro", "5"),
+        ("5\u202f000 Euro", "5"),
+        ("1\u2009250\u2009000 Euro", "250"),
+        ("scale 1:25 000", "1:25"),
+        ("٥٫٣", "٥"),
+        ("٥٫٣", "3"),
+        ("٥٬٠٠٠", "٥"),
+        ("1/2 cup", "1"),
+        ("1\u20442 cup", "2"),
         ("it was -5", "5"),
         ("it was (\u22125)", "5"),
         ("10²", "10"),

@@ -101,6 +101,22 @@ def test_what_holds_no_sentence_is_cut_at_clauses_words_or_characters() -> None:
         assert LONGEST / 2 <= min(map(len, found[:-1])) <= max(map(len, found)) <= LONGEST
 
 
+@pytest.mark.parametrize("number", ["45,000.75", "45'000", "4/5", "10:45", "45 000", "45\u202f000", "word"])
+def test_no_cut_falls_within_a_number_or_a_word(number: str) -> None:
+    for length in range(LONGEST - 12, LONGEST + 2):
+        for filling in ("x|", "x "):
+            before = (filling * LONGEST)[: length - 1] + "|"
+            assert any(number in piece for piece in split(f"{before}{number}|{before}"))
+
+
+def test_a_shorter_length_is_cut_in_the_same_way() -> None:
+    text = "the door is open, the gate is shut; " * 20
+    found = [text[start:end] for start, end in pieces(text, 100)]
+    assert "".join(found) == text
+    assert {len(piece) for piece in found[:-1]} == {90}
+    assert all(piece.endswith((", ", "; ")) for piece in found)
+
+
 def test_one_character_may_be_longer_than_any_piece() -> None:
     giant = "a" + "\u0301" * (2 * LONGEST)
     assert split(f"{giant}b") == [giant, "b"]

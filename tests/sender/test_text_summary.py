@@ -134,7 +134,6 @@ def test_aware_needs_a_question(summarise: Callable[..., TextMaterial], question
         ("It is 門\ufffd", "length", "It is 門", True),
         ("It is \ufffd", "stop", "It is \ufffd", False),
         ("", "stop", "", False),
-        (" \n", "length", "", True),
     ],
 )
 def test_what_is_kept_of_an_answer(
@@ -150,15 +149,30 @@ def test_what_is_kept_of_an_answer(
     assert (made.text, made.outcome["cap_hit"], made.outcome["generated"]) == (expected, cap_hit, 5)
 
 
+@pytest.mark.parametrize("text", [" \n", "\ufffd", ""])
+def test_a_budget_that_ends_before_the_first_character_is_refused(
+    summarise: Callable[..., TextMaterial], writes: Callable[..., list[list[int]]], text: str
+) -> None:
+    writes(text, "length")
+    with pytest.raises(InvalidRequestError, match="^budget: 3 tokens do not suffice for a character of what") as caught:
+        summarise(budget=3)
+    assert caught.value.fields == {"field": "budget", "value": 3}
+
+
 def test_an_answer_that_takes_more_tokens_anew_is_cut_between_characters(
     summarise: Callable[..., TextMaterial], model: LoadedModel, writes: Callable[..., list[list[int]]]
 ) -> None:
     text = "👨\u200d👩\u200d👧\u200d👦🇩🇰🇸🇪 and e\u0301"
     writes(text)
-    kept = {summarise(budget=budget).text for budget in range(1, model.prompt.count(text))}
-    assert kept <= {"", text[:7], text[:9], *(text[:end] for end in range(11, 17))}
+    kept = set()
+    for budget in range(1, model.prompt.count(text)):
+        if model.prompt.count(text[:7]) > budget:
+            with pytest.raises(InvalidRequestError, match=f"^budget: {budget} tokens"):
+                summarise(budget=budget)
+        else:
+            kept.add(summarise(budget=budget).text)
+    assert kept <= {text[:7], text[:9], *(text[:end] for end in range(11, 17))}
     assert len(kept) > 3
-    assert summarise(budget=1).outcome["cap_hit"] is True
 
 
 @pytest.mark.parametrize("text", ["", " \r\n\t"])
@@ -202,8 +216,9 @@ def test_a_document_that_does_not_fit_is_refused_before_it_is_read(
     prefix, fresh = len(model.prompt.prefix(TEXT, SUMMARY_SYSTEM)), len(model.prompt.task(SUMMARY_BLIND))
     room = 700 - prefix - fresh
     assert room > 0
-    with pytest.raises(ContextOverflowError, match=f"{prefix} prefix \\+ {fresh} question \\+ {room + 1} answer"):
+    with pytest.raises(ContextOverflowError, match=f"^budget: {room + 1} tokens .* leaves {room}$") as caught:
         workshop(model).make("A4", TEXT, budget=room + 1)
+    assert caught.value.fields == {"field": "budget", "value": room + 1, "limit": room}
 
 
 def test_any_model_can_write_one(workshop: Callable[..., Any], tiny_model: Callable[..., LoadedModel]) -> None:
