@@ -128,13 +128,8 @@ def answers(
         write(results, experiment.EXPERIMENT, tables.markdown(records, documents, " ".join(words), cells))
         output.remark(f"results: {results}")
     lines = [(name, *row) for name in chosen.models for row in tables.rows(records, name, documents)]
-    _show(
-        records,
-        out,
-        [("model", *tables.HEADING), *lines],
-        as_json=as_json,
-        scores=msgspec.to_builtins(scores(records, documents)),
-    )
+    worth = {"scores": msgspec.to_builtins(scores(records, documents))} if as_json else {}
+    _show(records, out, [("model", *tables.HEADING), *lines], as_json=as_json, **worth)
     _leave(tables.failed(records))
 
 

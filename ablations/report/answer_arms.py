@@ -11,10 +11,9 @@ import msgspec
 
 from kvferry.ablations.answer_figures import AnswerFigures, of_record, outcome
 from kvferry.ablations.planning import checked
-from kvferry.ablations.questions import Examined, Question
+from kvferry.ablations.questions import Examined
 from kvferry.ablations.records import Record
 from kvferry.ablations.report.bootstrap import Bootstrap, Interval
-from kvferry.ablations.report.markdown import parameters
 from kvferry.ablations.report.scoring import Score, score
 from kvferry.ablations.settings import Setting
 from kvferry.core.manifest import Scalar
@@ -56,7 +55,7 @@ class Arm:
     @property
     def words(self) -> str:
         """The setting in a few words."""
-        return " ".join(filter(None, (self.setting.method, parameters(dict(self.setting.parameters)))))
+        return self.setting.words
 
     @cached_property
     def identity(self) -> tuple[str, frozenset[tuple[str, Scalar]]]:
@@ -111,24 +110,24 @@ class Arm:
 
 def gather(records: Iterable[Record], documents: Sequence[Examined]) -> list[Arm]:
     """Judge one model's finished records by the questions of the documents, in the order of the records."""
-    questions = {(document.name, asked.question): asked for document in documents for asked in document.questions}
     found: dict[Setting, dict[Key, Judged]] = {}
-    for record in records:
-        if record.status == "done":
-            key = (record.document, record.question)
-            setting = Setting(record.method, tuple(record.parameters.items()))
-            found.setdefault(setting, {})[key] = _judge(record, questions[key])
+    for one in _judged(records, documents):
+        setting = Setting(one.record.method, tuple(one.record.parameters.items()))
+        found.setdefault(setting, {})[one.record.document, one.record.question] = one
     return [Arm(setting, answers) for setting, answers in found.items()]
 
 
 def scores(records: Iterable[Record], documents: Sequence[Examined]) -> dict[str, Score]:
-    """Return what each finished record's answer is worth, by the record's id."""
-    return {one.record.id: one.score for arm in gather(records, documents) for one in arm.answers.values()}
+    """Return what each finished record's answer is worth, by the record's id; records may be of several models."""
+    return {one.record.id: one.score for one in _judged(records, documents)}
 
 
-def _judge(record: Record, question: Question) -> Judged:
-    figures = of_record(record)
-    return Judged(figures, score(figures.prediction, question.answers), question.kind, record)
+def _judged(records: Iterable[Record], documents: Sequence[Examined]) -> Iterator[Judged]:
+    questions = {(document.name, asked.question): asked for document in documents for asked in document.questions}
+    for record in records:
+        if record.status == "done":
+            figures, question = of_record(record), questions[record.document, record.question]
+            yield Judged(figures, score(figures.prediction, question.answers), question.kind, record)
 
 
 class Comparison:

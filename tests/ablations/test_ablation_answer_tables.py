@@ -11,7 +11,7 @@ from kvferry.ablations.provenance import Provenance
 from kvferry.ablations.questions import Examined, Question
 from kvferry.ablations.records import Failure, Record
 from kvferry.ablations.report import answer_tables as tables
-from kvferry.ablations.report.answer_arms import gather, pairs
+from kvferry.ablations.report.answer_arms import gather, pairs, scores
 from kvferry.ablations.report.bootstrap import Bootstrap
 from kvferry.core.errors import StoreError
 
@@ -227,6 +227,21 @@ def test_shares_are_counted_by_document_and_by_kind() -> None:
     by_document, by_kind = (section(text, f"Answers that hold an accepted one, by {what}") for what in ("doc", "kind"))
     assert by_document == [["method", "hut", "pier"], ["---"] * 3, ["A3", "1/2", "1/1"], ["A0", "0/1", "-"]]
     assert by_kind == [["method", "code", "name"], ["---"] * 3, ["A3", "1/2", "1/1"], ["A0", "-", "0/1"]]
+
+
+def test_every_record_has_its_score_whichever_model_answered() -> None:
+    records = [
+        record(1, id="a", prediction=RIGHT),
+        record(1, id="b", model="large", prediction=WRONG),
+        record(1, "A0", id="c", model="large"),
+        record(2, id="d", status="failed", figures={}),
+    ]
+    found = scores(records, DOCUMENTS)
+    assert {name: (one.exact, one.contains) for name, one in found.items()} == {
+        "a": (True, True),
+        "b": (False, False),
+        "c": (False, True),
+    }
 
 
 def test_what_is_sent_for_one_question_is_a_message_of_its_own() -> None:
