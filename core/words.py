@@ -9,6 +9,8 @@ import regex
 
 UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}\p{Yi}々〆ー"
 """Characters of scripts that put no space between words, for a set in a pattern of ``regex``."""
+GROUP_SPACES = " \u00a0\u2007\u2009\u202f"
+"""White space that may stand between the groups of a number."""
 # ASCII first, which is most of most texts: sets are searched in order.
 _LETTERS = rf"A-Za-z0-9[[\p{{L}}\p{{M}}\p{{N}}]--[{UNSPACED}]]"
 _TERM = regex.compile(

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import regex
 
-from kvferry.core.words import UNSPACED
+from kvferry.core.words import GROUP_SPACES, UNSPACED
 
 # Scripts without spaces show no words, but their numerals count as digits.
 _DIGIT = r"[\p{N}\p{Numeric_Type=Numeric}]"
 _LETTER = rf"[[[\p{{L}}\p{{M}}\p{{N}}_]--[{UNSPACED}]]||{_DIGIT}]"
 _JOINER = r"[.,:;/#@&+\\'\u2019\u066b\u066c\u00b7\u2212\p{Pd}]"
-_GAP = r"[\x20\u00a0\u2009\u202f]"
+_GAP = rf"[{GROUP_SPACES}]"
 _FLAGS = regex.VERBOSE | regex.VERSION1
 
 _RUN = regex.compile(rf"{_LETTER}++ (?: {_JOINER}++ {_LETTER}++ )*+", _FLAGS)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import regex
 
-from kvferry.sender.text.word_edges import GROUP_SPACES
+from kvferry.core.words import GROUP_SPACES
 
 Positions: TypeAlias = npt.NDArray[np.intp]
 

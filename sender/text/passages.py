@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 
 from kvferry.core.progress import Progress
-from kvferry.sender.text import graphemes
+from kvferry.sender.text import graphemes, word_edges
 from kvferry.sender.text.assembly import Piece
 from kvferry.sender.text.evidence_grammars import MAX_QUOTE
 from kvferry.sender.text.extractive import aware_scores, blind_scores, read_pieces
 from kvferry.sender.text.selection import ranked
 from kvferry.sender.text.sentences import pieces
-from kvferry.sender.text.word_edges import is_inside
 
 
 def passages(text: str) -> Iterator[Piece]:
@@ -22,10 +21,9 @@ def passages(text: str) -> Iterator[Piece]:
     """
     for piece in pieces(text, MAX_QUOTE):
         start, end = piece
-        while start < end and is_inside(text, start):
+        while start < end and word_edges.is_inside(text, start):
             start = graphemes.ceil(text, start + 1, start)
-        while start < end and is_inside(text, end):
-            end = graphemes.floor(text, end - 1, start)
+        end = word_edges.floor(text, end, start)
         found = text[start:end]
         if found.strip():
             yield Piece(start + len(found) - len(found.lstrip()), start + len(found.rstrip()))

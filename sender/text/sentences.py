@@ -11,10 +11,9 @@ from collections.abc import Iterator
 
 import regex
 
-from kvferry.sender.text import graphemes
+from kvferry.sender.text import graphemes, word_edges
 from kvferry.sender.text.abbreviations import BEFORE_NUMBERS, TITLES
 from kvferry.sender.text.assembly import Piece
-from kvferry.sender.text.word_edges import is_inside
 
 LONGEST = 600
 """Code points of a piece at most, but for a single character that is longer: what holds no sentence end is cut."""
@@ -140,7 +139,7 @@ def _cut_place(text: str, start: int, longest: int) -> int:
     limit = start + longest
     for pattern in (_CLAUSE, _SPACE):
         ends = [match.end() for match in pattern.finditer(text, start + longest // 2, limit)]
-        whole = [end for end in ends if not is_inside(text, end)]
+        whole = [end for end in ends if not word_edges.is_inside(text, end)]
         if whole:
             at = graphemes.floor(text, whole[-1], start)
             break
@@ -151,7 +150,5 @@ def _cut_place(text: str, start: int, longest: int) -> int:
 
 def _behind_a_word(text: str, start: int, limit: int) -> int:
     """Return the last place between words or numbers, or where there is none between characters."""
-    last = at = graphemes.floor(text, limit, start)
-    while at > start and is_inside(text, at):
-        at = graphemes.floor(text, at - 1, start)
-    return at if text[start:at].strip() else last
+    at = word_edges.floor(text, limit, start)
+    return at if text[start:at].strip() else graphemes.floor(text, limit, start)

@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import regex
 
-from kvferry.core.words import UNSPACED
-
-GROUP_SPACES = " \u00a0\u2007\u2009\u202f"
-"""White space that may stand between the groups of a number."""
+from kvferry.core.words import GROUP_SPACES, UNSPACED
+from kvferry.sender.text import graphemes
 
 _DASH = r"[\p{Pd}\u2212]"
 _POINTS = r".\uff0e\u066b,\uff0c\u066c:\uff1a"
 _APOSTROPHES = r"'\uff07\u2018\u2019\u201a\u201b\u2039\u203a\u2032\u02bc"
 _MARK = rf"[{_POINTS}{_APOSTROPHES}/\uff0f\u2044\u2215]"
-_GAP = r"[\x20\u00a0\u2007\u2009\u202f]"
+_GAP = rf"[{GROUP_SPACES}]"
 _GROUP = r"\p{Nd}{3}(?!\p{Nd})"
 _FIRST_GROUP = rf"(?<! \p{{Nd}} | {_DASH}\p{{Nd}}{{2}}{_DASH} | :\p{{Nd}}{{2}}: ) \p{{Nd}}{{1,3}}"
 
@@ -48,6 +46,14 @@ _NUMBER = regex.compile(INSIDE_NUMBER, regex.VERBOSE | regex.VERSION1)
 def is_inside(text: str, at: int) -> bool:
     """Whether a place lies within a word or a number."""
     return _INSIDE.match(text, at) is not None
+
+
+def floor(text: str, at: int, since: int) -> int:
+    """Return the last place at or before ``at`` between characters, words and numbers; ``since`` if there is none."""
+    at = graphemes.floor(text, at, since)
+    while at > since and is_inside(text, at):
+        at = graphemes.floor(text, at - 1, since)
+    return at
 
 
 def whole(text: str) -> bytearray:

@@ -15,6 +15,8 @@ NUMBERS = (
     "1 234 567",
     "1\u202f234\u202f567,89",
     "1\u00a0200",
+    "1\u2007200",
+    "1\u2009200",
     "4.5 million",
     "12 kg",
     "7:30",
@@ -134,3 +136,11 @@ def test_time_grows_with_the_length_alone(part: str) -> None:
     assert edges.first_whole(text) <= len(text)
     assert edges.last_whole(text) <= len(text)
     assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize("gap", [" ", "\u00a0", "\u2007", "\u2009", "\u202f"])
+def test_every_space_may_stand_between_thousands(gap: str) -> None:
+    """The fee was 45 000 000 once, or may go on so."""
+    assert f"{gap}000{gap}000 once"[edges.first_whole(f"{gap}000{gap}000 once") :] == " once"
+    passage = f"a fee of 45{gap}000{gap}000"
+    assert passage[: edges.last_whole(passage)] == "a fee of "
