@@ -205,16 +205,16 @@ class Answerer:
         traffic = stored.record.traffic or _NO_TRAFFIC
         preparation, manifest = account.preparation, stored.manifest
         rows = preparation.rows
-        fallback, fallback_reason = preparation.fallback, preparation.fallback_reason
-        if not fallback_reason:
-            fallback, fallback_reason = _stands_in(stored, sender), sender.fallback_reason
+        fallback, fallback_reason = None, preparation.fallback_reason or sender.fallback_reason
+        if fallback_reason:
+            fallback = preparation.fallback if preparation.fallback_reason else _stands_in(stored, sender)
         wire_bytes = traffic.wire_bytes + preparation.lookups.bytes
         return Ledger(
             artifact_id=stored.artifact_id.hex(),
             method=manifest.method.id,
             form=manifest.form,
             verdict="accepted",
-            fallback=fallback if fallback_reason else None,
+            fallback=fallback,
             fallback_reason=fallback_reason,
             manifest_bytes=traffic.manifest_bytes,
             payload_bytes=traffic.payload_bytes,

@@ -62,6 +62,11 @@ class Reading:
         return self.model.prompt.prefix(self.text, self.system)
 
     @cached_property
+    def tokens(self) -> int:
+        """How many tokens of a prompt the text takes."""
+        return self.model.prompt.count(self.text)
+
+    @cached_property
     def prefix(self) -> Prefix:
         """The manifest's description of the ids."""
         return Prefix(len(self.ids), digest(ids_to_bytes(self.ids)))

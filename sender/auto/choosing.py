@@ -113,13 +113,12 @@ class Choosing:
     def _goes_on(self, decision: Decision, failed: Candidate, error: KvferryError, spent_ms: float) -> bool:
         """Leave what failed. Returns whether something else may do."""
         if not isinstance(error, InvalidRequestError):
-            self._passed_over(failed, error.message)
+            self._tell(failed, error.message)
             return decision.give_way(failed, error.message, spent_ms)
         # Nobody asked for this budget, and what is not enough for one method of this document may be for another.
         if error.fields.get("field") != _BUDGET:
             return False
-        self._passed_over(failed, error.message)
-        decision.pass_over(failed, error.message, spent_ms)
+        self._pass_over(decision, failed, error.message, spent_ms)
         return True
 
     async def _carry(self, send: Send, chosen: Candidate, ends: Ends) -> AsyncGenerator[pb.SendResponse, None]:
@@ -177,11 +176,11 @@ class Choosing:
             made=made,
         )
 
-    def _pass_over(self, decision: Decision, candidate: Candidate, reason: str) -> None:
-        self._passed_over(candidate, reason)
-        decision.pass_over(candidate, reason)
+    def _pass_over(self, decision: Decision, candidate: Candidate, reason: str, spent_ms: float = 0.0) -> None:
+        self._tell(candidate, reason)
+        decision.pass_over(candidate, reason, spent_ms)
 
-    def _passed_over(self, candidate: Candidate, reason: str) -> None:
+    def _tell(self, candidate: Candidate, reason: str) -> None:
         self._parts.metrics.passed_over(candidate.id)
         self._log.warning("passed over", method=candidate.id, parameters=candidate.written, reason=reason)
 
@@ -190,7 +189,7 @@ def _measured(reading: Reading, zstd_bytes: int, zstd_ms: float) -> Text:
     prompt = reading.model.prompt
     return Text(
         prefix_tokens=reading.prefix.tokens,
-        tokens=prompt.count(reading.text),
+        tokens=reading.tokens,
         around_tokens=max(len(prompt.prefix("", reading.system, kind)) for kind in LABELS),
         question_tokens=len(prompt.fresh(reading.question)) if reading.question else QUESTION_TOKENS,
         probe_tokens=len(prompt.fresh(PROBE_QUESTION)),

@@ -122,21 +122,20 @@ def find_evidence(
     """
     prompt, text = reading.model.prompt, reading.text
     yield Progress("tokenise", 0, len(text))
-    tokens = prompt.count(text)
-    budget = budget_tokens(parameters.budget, tokens)
+    budget = budget_tokens(parameters.budget, reading.tokens)
     task = evidence_task(question, with_form=parameters.constraint == "none")
     source = Source(text)
-    answer, run = Answer(NOTHING, (), "stop"), None
-    if text.strip():
-        most = ROOM_FOR_A_FACT if parameters.constraint == "passages" else budget
-        check_room(reading, EVIDENCE_SYSTEM, task, tokens, most)
-    if parameters.constraint == "passages":
-        run = PassageByPassage(prompt, source, (yield from ranked_passages(text, question)), budget)
     # Asked for the facts of nothing, a model makes some up.
-    if text.strip() and (run is None or run.places):
-        constraint = _constraint(reading, parameters) if run is None else Chain(reading.model.grammars, run.grammars())
-        filled = None if run is None else lambda: run.read
-        answer = yield from write(reading, EVIDENCE_SYSTEM, task, budget, constraint, filled=filled)
+    answer, run = Answer(NOTHING, (), "stop"), None
+    if text.strip() and parameters.constraint == "passages":
+        check_room(reading, EVIDENCE_SYSTEM, task, ROOM_FOR_A_FACT)
+        run = PassageByPassage(prompt, source, (yield from ranked_passages(text, question)), budget)
+        if run.places:
+            chain = Chain(reading.model.grammars, run.grammars())
+            answer = yield from write(reading, EVIDENCE_SYSTEM, task, budget, chain, filled=lambda: run.read)
+    elif text.strip():
+        check_room(reading, EVIDENCE_SYSTEM, task, budget)
+        answer = yield from write(reading, EVIDENCE_SYSTEM, task, budget, _constraint(reading, parameters))
     cut = answer.finish_reason == "length" or (run is not None and run.cut)
     written = read_facts(answer.text, cut=cut)
     stated = Statements(source, {} if run is None else run.places)

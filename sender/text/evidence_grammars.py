@@ -59,7 +59,7 @@ def evidence_grammar(passages: Sequence[str] | None) -> Grammar:
             of a very long one. JSON's own way of writing makes every character quotable. Without a passage
             in which something is seen there are no facts. None: value and quote are any text.
     """
-    quotes = None if passages is None else _quotable(passages)
+    quotes = None if passages is None else dict(_with_words(passages))
     if quotes is None:
         bodies = ["body: " + _body("VALUE", "QUOTE"), f"VALUE: {_text(MAX_VALUE)}", f"QUOTE: {_text(MAX_QUOTE)}"]
     else:
@@ -108,12 +108,14 @@ def literal_grammar(text: str) -> Grammar:
 
 def quotable(passages: Iterable[str]) -> Iterator[str]:
     """Yield the passages that hold a value, each once."""
-    return (text for text in dict.fromkeys(passages) if any(map(_QUOTABLE.match, _PIECE.findall(text))))
+    return (text for text, _ in _with_words(passages))
 
 
-def _quotable(passages: Iterable[str]) -> dict[str, list[str]]:
-    """Return the passages that hold a value, with their words."""
-    return {text: _PIECE.findall(text) for text in quotable(passages)}
+def _with_words(passages: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+    for text in dict.fromkeys(passages):
+        words = _PIECE.findall(text)
+        if any(map(_QUOTABLE.match, words)):
+            yield text, words
 
 
 def _clauses(passage: str) -> list[list[str]]:

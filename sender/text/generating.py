@@ -41,19 +41,18 @@ def generate(reading: Reading, system: str, instruction: str, budget: int) -> Ge
     Raises:
         ContextOverflowError: when document, instruction and budget do not fit the context. Nothing is cut silently.
     """
-    check_room(reading, system, instruction, reading.model.prompt.count(reading.text), budget)
+    check_room(reading, system, instruction, budget)
     answer = yield from write(reading, system, instruction, budget)
     return _finish(reading, answer, budget)
 
 
-def check_room(reading: Reading, system: str, instruction: str, document: int, most: int) -> None:
+def check_room(reading: Reading, system: str, instruction: str, most: int) -> None:
     """Refuse, before the document is read, what ``write`` would not have room for.
 
     Args:
         reading: the document.
         system: the system prompt.
         instruction: what is to be done.
-        document: its tokens.
         most: tokens to be written.
 
     Raises:
@@ -61,11 +60,11 @@ def check_room(reading: Reading, system: str, instruction: str, document: int, m
     """
     prompt, limit = reading.model.prompt, reading.model.profile.context_length
     instructed = len(prompt.prefix("", system)) + len(prompt.task(instruction))
-    room = limit - document - instructed
+    room = limit - reading.tokens - instructed
     if most > room:
         raise ContextOverflowError(
-            f"budget: {most} tokens to write, but of the model's context of {limit} the document takes {document} and "
-            f"the instruction {instructed}, which leaves {max(0, room)}",
+            f"budget: {most} tokens to write, but of the model's context of {limit} the document takes "
+            f"{reading.tokens} and the instruction {instructed}, which leaves {max(0, room)}",
             field="budget",
             value=most,
             limit=max(0, room),

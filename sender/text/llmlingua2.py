@@ -56,7 +56,7 @@ class LLMLingua2:
         """
         prompt, text = reading.model.prompt, reading.text
         yield Progress("tokenise", 0, len(text))
-        tokens = prompt.count(text)
+        tokens = reading.tokens
         budget = budget_tokens(parameters.budget, tokens)
         if tokens <= budget:
             return TextMaterial(text, kind=container.COMPRESSED, outcome=_outcome(tokens, tokens))

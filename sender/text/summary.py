@@ -68,7 +68,7 @@ def _summarise(
     yield Progress("tokenise", 0, len(reading.text))
     # Asked to summarise nothing, a model makes something up.
     if reading.text.strip():
-        budget = budget_tokens(parameters.budget, reading.model.prompt.count(reading.text))
+        budget = budget_tokens(parameters.budget, reading.tokens)
         made = yield from generate(reading, SUMMARY_SYSTEM, instruction, budget)
         if made.cap_hit and not made.text:
             raise InvalidRequestError(
