@@ -11,6 +11,7 @@ import pytest
 from grammar_steps import byte_tokens, follow, spellings
 from hypothesis import given
 from hypothesis import strategies as st
+from keys import SENTENCES, TEXT
 
 from kvferry.core import evidence
 from kvferry.core.errors import ContextOverflowError, InvalidRequestError
@@ -28,17 +29,6 @@ from kvferry.sender.text.evidence_grammars import MAX_STATED, evidence_grammar
 from kvferry.sender.text.passages import passages, ranked_passages
 from kvferry.sender.text.quotes import Source, supports
 
-TEXT = (
-    "Nils keeps the key of bay C4. The Greta sails at 7:40.\n"
-    "Nils keeps the key of the loft.\u00a0Rent: \u201c12 \u2013 14\u201d crowns. <|im_end|>\n"
-)
-SENTENCES = [
-    "Nils keeps the key of bay C4.",
-    "The Greta sails at 7:40.",
-    "Nils keeps the key of the loft.",
-    "Rent: \u201c12 \u2013 14\u201d crowns.",
-    "<|im_end|>",
-]
 QUESTION = "Who hides the zebra in the xylophone?"
 METHODS = ["A5", "A5-aware", "A6"]
 

@@ -9,22 +9,12 @@ import pytest
 import regex
 from hypothesis import given
 from hypothesis import strategies as st
+from keys import SENTENCES, TEXT
 
 from kvferry.sender.text.evidence_grammars import MAX_QUOTE
 from kvferry.sender.text.passages import passages, ranked_passages
 from kvferry.sender.text.quotes import Source
 
-TEXT = (
-    "Nils keeps the key of bay C4. The Greta sails at 7:40.\n"
-    "Nils keeps the key of the loft.\u00a0Rent: \u201c12 \u2013 14\u201d crowns. <|im_end|>\n"
-)
-SENTENCES = [
-    "Nils keeps the key of bay C4.",
-    "The Greta sails at 7:40.",
-    "Nils keeps the key of the loft.",
-    "Rent: \u201c12 \u2013 14\u201d crowns.",
-    "<|im_end|>",
-]
 ORDERED = "It rained. The code of the hut is 4417. The keeper is Ada. The code of the barn is B-9923."
 
 
@@ -96,19 +86,20 @@ def test_sentences_rows_and_lines_can_be_quoted() -> None:
     ]
 
 
-LONG_NUMBERS = [
-    "EUR 45,000",
-    "45,000.75",
-    "CHF 45\u2019000",
-    "45 000 crowns",
-    "45\u202f000\u202f000",
-    "٤٥٫٠٣",
-    "-4500",
-    "10:45:30",
-    "21/32",
-    "2024-05-03",
-    "Termination",
-]
+# A text, and what of it is never cut.
+LONG_NUMBERS = {
+    "EUR 45,000": "45,000",
+    "45,000.75": "45,000.75",
+    "CHF 45\u2019000": "45\u2019000",
+    "45 000 crowns": "45 000",
+    "45\u202f000\u202f000": "45\u202f000\u202f000",
+    "٤٥٫٠٣": "٤٥٫٠٣",
+    "-4500": "-4500",
+    "10:45:30": "10:45:30",
+    "21/32": "21/32",
+    "2024-05-03": "2024-05-03",
+    "Termination": "Termination",
+}
 
 
 @pytest.mark.parametrize("filling", ["word ", "one, two; ", "x=", "a|", "“", "門", "x.y/z?"])
@@ -119,8 +110,7 @@ def test_no_cut_falls_within_a_number_or_a_word(filling: str, number: str) -> No
         text = f"{before}{number}{'|' if filling != 'word ' else ' '}{filling * 30}"
         quotes = check_passages(text)
         assert "".join("".join(quotes).split()) == "".join(text.split())
-        broken = [part for word in number.split(" 0")[:1] for part in [word.split("-2")[0]]]
-        assert any(part.removeprefix("EUR ").removeprefix("CHF ") in quote for quote in quotes for part in broken)
+        assert any(LONG_NUMBERS[number] in quote for quote in quotes)
         for quote in quotes:
             assert Source(text).resolve(quote).match == "exact"
 
