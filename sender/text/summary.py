@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from kvferry.core import container
-from kvferry.core.errors import InvalidRequestError
+from kvferry.core.errors import InvalidRequestError, ModelError
 from kvferry.core.progress import Progress
 from kvferry.core.wire import MethodInfo
 from kvferry.engine.prompt import SUMMARY_AWARE, SUMMARY_BLIND, SUMMARY_SYSTEM
@@ -34,6 +34,7 @@ class Summary:
 
         Raises:
             InvalidRequestError: when the budget holds nothing of what the model writes.
+            ModelError: when the model writes nothing.
         """
         return (yield from _summarise(reading, parameters, SUMMARY_BLIND))
 
@@ -57,6 +58,7 @@ class SummaryAware:
 
         Raises:
             InvalidRequestError: when there is none, or the budget holds nothing of what the model writes.
+            ModelError: when the model writes nothing.
         """
         return (yield from _summarise(reading, parameters, SUMMARY_AWARE + reading.asked(self.info.id)))
 
@@ -70,10 +72,18 @@ def _summarise(
     if reading.text.strip():
         budget = budget_tokens(parameters.budget, reading.tokens)
         made = yield from generate(reading, SUMMARY_SYSTEM, instruction, budget)
-        if made.cap_hit and not made.text:
-            raise InvalidRequestError(
-                f"budget: {budget} tokens do not suffice for a character of what the sender's model writes",
-                field="budget",
-                value=budget,
-            )
+        if not made.text:
+            raise _nothing(made, budget)
     return TextMaterial(made.text, kind=container.SUMMARY, outcome=outcome(reading, made))
+
+
+def _nothing(made: Generated, budget: int) -> InvalidRequestError | ModelError:
+    if made.cap_hit:
+        return InvalidRequestError(
+            f"budget: {budget} tokens do not suffice for a character of what the sender's model writes",
+            field="budget",
+            value=budget,
+        )
+    return ModelError(
+        f"the sender's model wrote nothing about this document: it ended its summary after {made.generated} tokens"
+    )

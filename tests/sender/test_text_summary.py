@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.core import container
-from kvferry.core.errors import ContextOverflowError, InvalidRequestError
+from kvferry.core.errors import ContextOverflowError, InvalidRequestError, ModelError
 from kvferry.core.progress import Progress
 from kvferry.engine.generate import Answer, Token
 from kvferry.engine.model import LoadedModel
@@ -133,7 +133,6 @@ def test_aware_needs_a_question(summarise: Callable[..., TextMaterial], question
         (" The code is 4417.\n", "length", "The code is 4417.", True),
         ("It is 門\ufffd", "length", "It is 門", True),
         ("It is \ufffd", "stop", "It is \ufffd", False),
-        ("", "stop", "", False),
     ],
 )
 def test_what_is_kept_of_an_answer(
@@ -157,6 +156,16 @@ def test_a_budget_that_ends_before_the_first_character_is_refused(
     with pytest.raises(InvalidRequestError, match="^budget: 3 tokens do not suffice for a character of what") as caught:
         summarise(budget=3)
     assert caught.value.fields == {"field": "budget", "value": 3}
+
+
+@pytest.mark.parametrize("method", ["A4", "A4-aware"])
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_a_model_that_writes_nothing_is_not_a_summary(
+    summarise: Callable[..., TextMaterial], writes: Callable[..., list[list[int]]], method: str, text: str
+) -> None:
+    writes(text, tokens=2)
+    with pytest.raises(ModelError, match="^the sender's model wrote nothing about this document: it ended .* 2 tokens"):
+        summarise(method)
 
 
 def test_an_answer_that_takes_more_tokens_anew_is_cut_between_characters(
