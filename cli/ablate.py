@@ -13,7 +13,7 @@ from kvferry.cli import output
 from kvferry.core.errors import StoreError
 
 if TYPE_CHECKING:
-    from kvferry.ablations.records import Record
+    from kvferry.ablations.harness.records import Record
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 _PATH = click.Path(path_type=Path)
@@ -53,8 +53,8 @@ def methods(
     as_json: bool,
 ) -> None:
     """Judge every method's cache against the dense one: fidelity, bytes and times."""
-    from kvferry.ablations import grid as grids
-    from kvferry.ablations import methods as experiment
+    from kvferry.ablations.methods import bench as experiment
+    from kvferry.ablations.methods import grid as grids
     from kvferry.ablations.report import method_tables as tables
     from kvferry.ablations.report.results import write
 
@@ -99,9 +99,9 @@ def answers(
 
     Both daemons are started here, a pair for every model.
     """
-    from kvferry.ablations import answer_grid as grids
-    from kvferry.ablations import answers as experiment
-    from kvferry.ablations import questions as sets
+    from kvferry.ablations.answers import bench as experiment
+    from kvferry.ablations.answers import grid as grids
+    from kvferry.ablations.answers import questions as sets
     from kvferry.ablations.report import answer_tables as tables
     from kvferry.ablations.report.answer_arms import scores
     from kvferry.ablations.report.results import write

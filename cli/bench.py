@@ -23,7 +23,7 @@ def command() -> None:
 @output.json_option
 def wire(sizes: tuple[float, ...], turns: int, *, as_json: bool) -> None:
     """Offer, Put and Commit with every digest verified, against a raw TCP socket."""
-    from kvferry.ablations import wire as experiment
+    from kvferry.ablations.speed import wire as experiment
 
     with output.progress_share("wire") as advance:
         rows = experiment.run(
@@ -57,7 +57,7 @@ def wire(sizes: tuple[float, ...], turns: int, *, as_json: bool) -> None:
 @output.json_option
 def ttft(model: str, tokens: tuple[int, ...], turns: int, *, as_json: bool) -> None:
     """Time the first token: from a crossed cache, the text and mlx-lm's own file, against the floor."""
-    from kvferry.ablations import ttft as experiment
+    from kvferry.ablations.speed import ttft as experiment
 
     with output.progress_share("ttft") as advance:
         rows = experiment.run(model, tuple(sorted(set(tokens))) or experiment.LENGTHS, turns, advance)
@@ -77,7 +77,7 @@ def ttft(model: str, tokens: tuple[int, ...], turns: int, *, as_json: bool) -> N
 @output.json_option
 def selection(model: str, tokens: int, turns: int, *, as_json: bool) -> None:
     """Time the choice of rows against prefill and window, and what a smaller cache saves."""
-    from kvferry.ablations import selection as experiment
+    from kvferry.ablations.speed import selection as experiment
 
     with output.progress_share("selection") as advance:
         rows = experiment.run(model, tokens, turns, advance)
@@ -93,7 +93,7 @@ def selection(model: str, tokens: int, turns: int, *, as_json: bool) -> None:
 @output.json_option
 def lookup(turns: int, *, as_json: bool) -> None:
     """Time a look-up of six passages of a long document against a bare gRPC call with as many bytes."""
-    from kvferry.ablations import lookups as experiment
+    from kvferry.ablations.speed import lookups as experiment
 
     with output.progress_share("lookup") as advance:
         rows = experiment.run(turns, advance)

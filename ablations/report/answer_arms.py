@@ -9,13 +9,12 @@ from functools import cached_property
 
 import msgspec
 
-from kvferry.ablations.answer_figures import AnswerFigures, of_record, outcome
-from kvferry.ablations.planning import checked
-from kvferry.ablations.questions import Examined
-from kvferry.ablations.records import Record
+from kvferry.ablations.answers.figures import AnswerFigures, of_record, outcome
+from kvferry.ablations.answers.questions import Examined
+from kvferry.ablations.harness.records import Record
+from kvferry.ablations.harness.settings import Setting, checked
 from kvferry.ablations.report.bootstrap import Bootstrap, Interval
 from kvferry.ablations.report.scoring import Score, score
-from kvferry.ablations.settings import Setting
 from kvferry.core.manifest import Scalar
 
 REFERENCE = "A1"

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
-from kvferry.ablations.questions import Examined
-from kvferry.ablations.records import Record
+from kvferry.ablations.answers.questions import Examined
+from kvferry.ablations.harness.records import Record
 from kvferry.ablations.report.answer_arms import MEASURES, Arm, Comparison, Judged, Key, common, gather, pairs
 from kvferry.ablations.report.bootstrap import CONFIDENCE, RESAMPLES, SEED, Interval
 from kvferry.ablations.report.markdown import origin, parameters, table

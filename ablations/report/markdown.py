@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvferry.ablations.records import Record
+from kvferry.ablations.harness.records import Record
 from kvferry.core.manifest import Scalar
 
 

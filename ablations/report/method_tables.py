@@ -7,8 +7,8 @@ from itertools import groupby
 
 import msgspec
 
-from kvferry.ablations.figures import Figures
-from kvferry.ablations.records import Record
+from kvferry.ablations.harness.records import Record
+from kvferry.ablations.methods.figures import Figures
 from kvferry.ablations.report.markdown import origin, parameters, table
 from kvferry.core.errors import StoreError
 

@@ -9,13 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.ablations import answer_grid as grids
-from kvferry.ablations.answer_grid import AnswerCell, AnswerGrid
-from kvferry.ablations.planning import checked
-from kvferry.ablations.provenance import Provenance
-from kvferry.ablations.questions import Examined, Question
-from kvferry.ablations.runner import cell_id
-from kvferry.ablations.settings import Setting
+from kvferry.ablations.answers import grid as grids
+from kvferry.ablations.answers.grid import AnswerCell, AnswerGrid
+from kvferry.ablations.answers.questions import Examined, Question
+from kvferry.ablations.harness.provenance import Provenance
+from kvferry.ablations.harness.runner import cell_id
+from kvferry.ablations.harness.settings import Setting, checked
 from kvferry.core.errors import ConfigError, InvalidRequestError
 
 MODEL = '[[models]]\nname = "m"\n'

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.ablations.provenance import Provenance
-from kvferry.ablations.questions import Examined, Question
-from kvferry.ablations.records import Failure, Record
+from kvferry.ablations.answers.questions import Examined, Question
+from kvferry.ablations.harness.provenance import Provenance
+from kvferry.ablations.harness.records import Failure, Record
 from kvferry.ablations.report import answer_tables as tables
 from kvferry.ablations.report.answer_arms import gather, pairs, scores
 from kvferry.ablations.report.bootstrap import Bootstrap

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from kvferry.ablations import answers, provenance
-from kvferry.ablations.answer_figures import of_record, outcome
-from kvferry.ablations.answer_grid import AnswerGrid
-from kvferry.ablations.answers import AnswerBench
-from kvferry.ablations.provenance import Provenance
-from kvferry.ablations.questions import Examined, Question
-from kvferry.ablations.records import Failure, Record
-from kvferry.ablations.settings import Setting
+from kvferry.ablations.answers import bench as answers
+from kvferry.ablations.answers.bench import AnswerBench
+from kvferry.ablations.answers.figures import of_record, outcome
+from kvferry.ablations.answers.grid import AnswerGrid
+from kvferry.ablations.answers.questions import Examined, Question
+from kvferry.ablations.harness import provenance
+from kvferry.ablations.harness.provenance import Provenance
+from kvferry.ablations.harness.records import Failure, Record
+from kvferry.ablations.harness.settings import Setting
 from kvferry.client import Answer, SendReport
 from kvferry.core.digests import digest
 from kvferry.core.errors import (

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.ablations.continuation import split
+from kvferry.ablations.methods.continuation import split
 from kvferry.core.errors import InvalidRequestError
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.prompt import PromptBuilder

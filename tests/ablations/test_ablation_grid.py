@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.ablations import grid as grids
-from kvferry.ablations.grid import Cell, Document, Grid, ModelEntry
-from kvferry.ablations.planning import plan
-from kvferry.ablations.provenance import Provenance
-from kvferry.ablations.runner import cell_id
-from kvferry.ablations.settings import Setting
+from kvferry.ablations.harness.provenance import Provenance
+from kvferry.ablations.harness.runner import cell_id
+from kvferry.ablations.harness.settings import Setting
+from kvferry.ablations.methods import grid as grids
+from kvferry.ablations.methods.grid import Cell, Document, Grid, ModelEntry
+from kvferry.ablations.methods.planning import plan
 from kvferry.core.digests import digest
 from kvferry.core.errors import ConfigError
 from kvferry.core.manifest import Model

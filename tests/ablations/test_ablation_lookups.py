@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.ablations import lookups
+from kvferry.ablations.speed import lookups
 
 
 def test_every_way_is_measured_against_the_bare_call() -> None:

@@ -15,14 +15,15 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from msgspec import Meta
 
-from kvferry.ablations import methods, provenance
-from kvferry.ablations.continuation import split
-from kvferry.ablations.figures import Figures
-from kvferry.ablations.grid import Document, Grid, ModelEntry
-from kvferry.ablations.planning import plan
-from kvferry.ablations.provenance import Provenance
-from kvferry.ablations.records import Failure, Record
-from kvferry.ablations.settings import Setting
+from kvferry.ablations.harness import provenance
+from kvferry.ablations.harness.provenance import Provenance
+from kvferry.ablations.harness.records import Failure, Record
+from kvferry.ablations.harness.settings import Setting
+from kvferry.ablations.methods import bench as methods
+from kvferry.ablations.methods.continuation import split
+from kvferry.ablations.methods.figures import Figures
+from kvferry.ablations.methods.grid import Document, Grid, ModelEntry
+from kvferry.ablations.methods.planning import plan
 from kvferry.core.errors import InvalidRequestError, ModelError
 from kvferry.core.progress import Progress
 from kvferry.core.wire import MethodInfo

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.ablations import provenance
-from kvferry.ablations.provenance import Provenance
+from kvferry.ablations.harness import provenance
+from kvferry.ablations.harness.provenance import Provenance
 
 GIT = shutil.which("git") or ""
 pytestmark = pytest.mark.skipif(not GIT, reason="needs git")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import regex
 
-from kvferry.ablations import questions
-from kvferry.ablations.questions import KINDS, Examined, Question
+from kvferry.ablations.answers import questions
+from kvferry.ablations.answers.questions import KINDS, Examined, Question
 from kvferry.ablations.report.scoring import contains
 from kvferry.core.errors import ConfigError
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.ablations.provenance import Provenance
-from kvferry.ablations.records import Failure, Record, RecordFile
+from kvferry.ablations.harness.provenance import Provenance
+from kvferry.ablations.harness.records import Failure, Record, RecordFile
 from kvferry.core.errors import StoreError
 
 ORIGIN = Provenance("abc", "a processor", 2, "cpu", "Linux", {"kvferry": "1"})

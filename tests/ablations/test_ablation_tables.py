@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.ablations.figures import Figures
-from kvferry.ablations.provenance import Provenance
-from kvferry.ablations.records import Failure, Record
+from kvferry.ablations.harness.provenance import Provenance
+from kvferry.ablations.harness.records import Failure, Record
+from kvferry.ablations.methods.figures import Figures
 from kvferry.ablations.report import method_tables as tables
 from kvferry.ablations.report import results
 from kvferry.core.errors import ConfigError, StoreError

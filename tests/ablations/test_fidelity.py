@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.ablations.fidelity import Fidelity, compare
+from kvferry.ablations.methods.fidelity import Fidelity, compare
 from kvferry.core.errors import InvalidRequestError, ModelError
 
 

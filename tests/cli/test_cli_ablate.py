@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from kvferry.ablations import answers
-from kvferry.ablations.answer_figures import AnswerFigures
-from kvferry.ablations.answer_grid import AnswerCell
+from kvferry.ablations.answers import bench as answers
+from kvferry.ablations.answers.figures import AnswerFigures
+from kvferry.ablations.answers.grid import AnswerCell
 from kvferry.core.errors import TooLargeError
 from kvferry.core.manifest import Scalar
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.ablations import answers
-from kvferry.ablations.answer_figures import of_record, outcome
-from kvferry.ablations.answer_grid import AnswerGrid
-from kvferry.ablations.questions import Examined, Question
-from kvferry.ablations.settings import Setting
+from kvferry.ablations.answers import bench as answers
+from kvferry.ablations.answers.figures import of_record, outcome
+from kvferry.ablations.answers.grid import AnswerGrid
+from kvferry.ablations.answers.questions import Examined, Question
+from kvferry.ablations.harness.settings import Setting
 from kvferry.core import container
 from kvferry.engine.model import LoadedModel
 

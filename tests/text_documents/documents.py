@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from kvferry.ablations import questions
+from kvferry.ablations.answers import questions
 
 PLACES = ("Quay 9", "the north gate", "bay C4", "the lamp room", "Aldgate", "the slipway", "pier 3", "the weigh house")
 PEOPLE = ("Marit Solberg", "Dr. Vogt", "Ms. Halvorsen", "the harbour master", "Mr. Okafor", "a clerk", "Chihiro Saeki")

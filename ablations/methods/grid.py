@@ -27,8 +27,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvferry.ablations import toml_files
-from kvferry.ablations.settings import Setting, expand
+from kvferry.ablations.harness import toml_files
+from kvferry.ablations.harness.settings import Setting, expand
 from kvferry.core.digests import digest
 from kvferry.core.errors import ConfigError
 

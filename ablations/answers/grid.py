@@ -6,7 +6,7 @@
     name = "smollm2-135m-instruct"  # directory, catalogue name or hub id; sender and receiver have the same
 
     [[methods]]
-    method = "A3"                   # id or name; every other key is a parameter, see kvferry.ablations.settings
+    method = "A3"                   # id or name; every other key is a parameter, see kvferry.ablations.harness.settings
     budget = [0.25, 0.1]
 
 An unknown key is an error.
@@ -24,9 +24,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvferry.ablations import toml_files
-from kvferry.ablations.questions import Examined, Question
-from kvferry.ablations.settings import Setting, expand
+from kvferry.ablations.answers.questions import Examined, Question
+from kvferry.ablations.harness import toml_files
+from kvferry.ablations.harness.settings import Setting, expand
 from kvferry.core.digests import digest
 from kvferry.core.errors import InvalidRequestError, UnknownMethodError
 from kvferry.sender import registry

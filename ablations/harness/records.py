@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from kvferry.ablations.provenance import Provenance
+from kvferry.ablations.harness.provenance import Provenance
 from kvferry.core import json_records
 from kvferry.core.errors import StoreError
 from kvferry.core.files import fsync_directory

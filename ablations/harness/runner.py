@@ -10,10 +10,10 @@ from typing import Any, Protocol, TypeVar
 import msgpack
 import msgspec
 
-from kvferry.ablations import provenance
-from kvferry.ablations.provenance import Provenance
-from kvferry.ablations.records import Failure, Record, RecordFile, Status
-from kvferry.ablations.settings import Setting
+from kvferry.ablations.harness import provenance
+from kvferry.ablations.harness.provenance import Provenance
+from kvferry.ablations.harness.records import Failure, Record, RecordFile, Status
+from kvferry.ablations.harness.settings import Setting
 from kvferry.core.digests import digest
 from kvferry.core.errors import KvferryError, UnavailableError
 from kvferry.core.manifest import Scalar

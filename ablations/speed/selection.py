@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvferry.ablations.ttft import document
+from kvferry.ablations.speed.ttft import document
 from kvferry.core.progress import finish
 from kvferry.engine import model_store
 from kvferry.engine.cache import PrefixCache

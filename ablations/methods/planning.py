@@ -1,18 +1,16 @@
-"""From the settings of a grid to methods of the registry and their checked parameters."""
+"""From the settings of a grid to methods of the registry."""
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
-from kvferry.ablations.grid import EVERY, Grid
-from kvferry.ablations.settings import Setting
+from kvferry.ablations.harness.settings import Setting, checked
+from kvferry.ablations.methods.grid import EVERY, Grid
 from kvferry.core.errors import InvalidRequestError, UnknownMethodError
 from kvferry.sender import registry
-from kvferry.sender.method import Method
 
 
 def plan(grid: Grid) -> Grid:
@@ -27,17 +25,6 @@ def plan(grid: Grid) -> Grid:
         with contextlib.suppress(UnknownMethodError):
             checked(setting)
     return replace(grid, settings=settings)
-
-
-def checked(setting: Setting) -> tuple[Method[Any], msgspec.Struct]:
-    """Return a setting's method and its parameters, defaults filled in.
-
-    Raises:
-        UnknownMethodError: when this version has no such method.
-        InvalidRequestError: naming the parameter and its allowed range.
-    """
-    method = registry.find(setting.method)
-    return method, registry.check_parameters(method, dict(setting.parameters))
 
 
 def _named(setting: Setting) -> list[Setting]:

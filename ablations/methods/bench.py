@@ -26,14 +26,15 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 
-from kvferry.ablations import runner
-from kvferry.ablations.continuation import Split, split
-from kvferry.ablations.fidelity import Logits, compare
-from kvferry.ablations.figures import TURNS, Figures
-from kvferry.ablations.grid import Cell, Document, Grid
-from kvferry.ablations.planning import checked, plan
-from kvferry.ablations.records import Record, RecordFile
-from kvferry.ablations.runner import Advance, Skipped
+from kvferry.ablations.harness import runner
+from kvferry.ablations.harness.records import Record, RecordFile
+from kvferry.ablations.harness.runner import Advance, Skipped
+from kvferry.ablations.harness.settings import checked
+from kvferry.ablations.methods.continuation import Split, split
+from kvferry.ablations.methods.fidelity import Logits, compare
+from kvferry.ablations.methods.figures import TURNS, Figures
+from kvferry.ablations.methods.grid import Cell, Document, Grid
+from kvferry.ablations.methods.planning import plan
 from kvferry.core.limits import DEFAULT_CHUNK_BYTES
 from kvferry.core.manifest import Model, Scalar
 from kvferry.core.progress import finish

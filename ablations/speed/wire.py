@@ -24,7 +24,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 
-from kvferry.ablations import synthetic
+from kvferry.ablations.speed import synthetic
 from kvferry.core import channel, logs
 from kvferry.core.addresses import Address
 from kvferry.core.admission import Admission

@@ -23,7 +23,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from kvferry.ablations import toml_files
+from kvferry.ablations.harness import toml_files
 from kvferry.ablations.report import scoring
 from kvferry.core.errors import ConfigError
 

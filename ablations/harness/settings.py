@@ -1,4 +1,4 @@
-"""Settings: a method and its parameters, as a grid gives them.
+"""Settings: a method and its parameters, as a grid gives them, and as the registry knows them.
 
     [[methods]]
     method = "B3"                   # id or name
@@ -15,8 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvferry.core.errors import ConfigError
 from kvferry.core.manifest import Scalar
+from kvferry.sender import registry
+from kvferry.sender.method import Method
 
 METHOD = "method"
 
@@ -32,6 +36,17 @@ class Setting:
     def words(self) -> str:
         """In a few words."""
         return " ".join((self.method, *(f"{name}={value}" for name, value in self.parameters)))
+
+
+def checked(setting: Setting) -> tuple[Method[Any], msgspec.Struct]:
+    """Return a setting's method and its parameters, defaults filled in.
+
+    Raises:
+        UnknownMethodError: when this version has no such method.
+        InvalidRequestError: naming the parameter and its allowed range.
+    """
+    method = registry.find(setting.method)
+    return method, registry.check_parameters(method, dict(setting.parameters))
 
 
 def expand(entries: Sequence[dict[str, Any]], path: Path) -> tuple[Setting, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvferry.ablations.records import Record
+from kvferry.ablations.harness.records import Record
 from kvferry.core.errors import StoreError
 from kvferry.core.manifest import Scalar
 

@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from kvferry.ablations import synthetic
+from kvferry.ablations.speed import synthetic
 from kvferry.core import channel, logs, security
 from kvferry.core.addresses import Address
 from kvferry.core.config import ReceiverConfig, SenderConfig

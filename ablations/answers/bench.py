@@ -17,14 +17,13 @@ from typing import Any
 
 import msgspec
 
-from kvferry.ablations import runner
-from kvferry.ablations.answer_figures import OUTCOME, AnswerFigures
-from kvferry.ablations.answer_grid import AnswerCell, AnswerGrid
-from kvferry.ablations.planning import checked
-from kvferry.ablations.questions import Examined
-from kvferry.ablations.records import Record, RecordFile
-from kvferry.ablations.runner import Advance, LostError
-from kvferry.ablations.settings import Setting
+from kvferry.ablations.answers.figures import OUTCOME, AnswerFigures
+from kvferry.ablations.answers.grid import AnswerCell, AnswerGrid
+from kvferry.ablations.answers.questions import Examined
+from kvferry.ablations.harness import runner
+from kvferry.ablations.harness.records import Record, RecordFile
+from kvferry.ablations.harness.runner import Advance, LostError
+from kvferry.ablations.harness.settings import Setting, checked
 from kvferry.cli import processes
 from kvferry.client import Answer, Client, SendReport
 from kvferry.core import stored

@@ -72,7 +72,7 @@ def here() -> Provenance:
     versions = runtime_versions()
     device = versions.pop("device")
     return Provenance(
-        commit=_commit(Path(__file__).resolve().parent.parent) or f"kvferry {versions['kvferry']}",
+        commit=_commit(Path(__file__).resolve().parents[2]) or f"kvferry {versions['kvferry']}",
         processor=_processor(),
         cores=_cores(),
         device=device,

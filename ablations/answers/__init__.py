@@ -1,0 +1,1 @@
+"""Questions asked of every method's message, through real daemons."""
