@@ -6,6 +6,7 @@ import time
 from collections.abc import Generator, Sequence
 from typing import Any, TypeVar
 
+from kvferry.core.progress import Stopwatch, finish
 from kvferry.engine.generate import forward
 from kvferry.engine.prefill import read
 from kvferry.engine.tensors import scalar
@@ -52,21 +53,11 @@ class Speed:
         self._reading, self._seeded = newest, False
 
     def timing(self, steps: Generator[int, None, Made], tokens: int) -> Generator[int, None, Made]:
-        """Pass a reading on, and note it once it is complete. Between its steps the thread does other work."""
-        seconds = 0.0
-        try:
-            while True:
-                start = time.perf_counter()
-                try:
-                    done = next(steps)
-                except StopIteration as stop:
-                    self.note(tokens, seconds + time.perf_counter() - start)
-                    made: Made = stop.value
-                    return made
-                seconds += time.perf_counter() - start
-                yield done
-        finally:
-            steps.close()
+        """Pass a reading on, and note it once it is complete."""
+        watch = Stopwatch()
+        made = yield from watch.timing(steps)
+        self.note(tokens, watch.seconds)
+        return made
 
 
 def trial(model: Any, vocabulary: int, context: int, chunk: int) -> Speed:
@@ -97,13 +88,9 @@ def trial(model: Any, vocabulary: int, context: int, chunk: int) -> Speed:
 
 def _read(model: Any, tokens: int, vocabulary: int, chunk: int) -> tuple[float, list[Any]]:
     ids = [index % vocabulary for index in range(tokens)]
-    steps = read(model, ids, chunk)
     start = time.perf_counter()
-    while True:
-        try:
-            next(steps)
-        except StopIteration as stop:
-            return time.perf_counter() - start, stop.value
+    cache = finish(read(model, ids, chunk))
+    return time.perf_counter() - start, cache
 
 
 def _write(model: Any, cache: Sequence[Any]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from kvferry.core.ledger import (
     Traffic,
     auto_account,
 )
+from kvferry.core.progress import Stopwatch, relay
 from kvferry.core.stored import Stored
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.generate import Answer, Sampling, Token
@@ -129,13 +129,11 @@ class Answerer:
                 f"section prefix.ids: token {max(ids)}, the vocabulary has {self._model.profile.vocabulary}",
                 field="prefix.ids",
             )
-        start = time.perf_counter()
-        steps = self._model.prefill(ids)
-        with contextlib.closing(steps):
-            prefix = yield from steps
+        watch = Stopwatch()
+        prefix = yield from watch.timing(self._model.prefill(ids))
         self._residency.put(key, prefix)
         rows = [len(ids)] * len(self._model.profile.layers)
-        return Preparation(prefix, rows, len(ids), len(ids), prefill_ms=_since(start), fallback_reason=reason)
+        return Preparation(prefix, rows, len(ids), len(ids), prefill_ms=watch.ms, fallback_reason=reason)
 
     def answer(
         self, stored: Stored, question: str, sampling: Sampling, account: Account
@@ -148,8 +146,13 @@ class Answerer:
         account.question_tokens = len(ids)
         preparation = account.preparation
         steps = self._model.answer(ids, preparation.prefix, preparation.prefix_tokens, sampling)
-        with contextlib.closing(steps):
-            answer = yield from _timed(steps, account)
+
+        def timed(token: Token) -> Token:
+            if token.text and account.first_token_ms is None:
+                account.first_token_ms = _since(account.accepted_at)
+            return token
+
+        answer = yield from relay(steps, timed)
         return answer, self._ledger(stored, answer, account)
 
     def forget(self, artifact_id: bytes) -> None:
@@ -183,12 +186,12 @@ class Answerer:
         # The material may be long, and is encoded once.
         material_tokens = len(ids) - len(prompt.prefix("", message.system, message.kind))
         reconstruct_ms = _since(start)
-        start = time.perf_counter()
+        watch = Stopwatch()
         prefix: PrefixCache | list[Any]
         if stored.manifest.method.consume == "prefill_once":
-            prefix = yield from self._model.prefill(ids)
+            prefix = yield from watch.timing(self._model.prefill(ids))
         else:
-            prefix = yield from self._model.read(ids)
+            prefix = yield from watch.timing(self._model.read(ids))
         rows = [len(ids)] * len(self._model.profile.layers)
         return Preparation(
             prefix,
@@ -197,7 +200,7 @@ class Answerer:
             read_tokens=len(ids),
             material_tokens=material_tokens,
             reconstruct_ms=reconstruct_ms,
-            prefill_ms=_since(start),
+            prefill_ms=watch.ms,
         )
 
     def _ledger(self, stored: Stored, answer: Answer, account: Account) -> Ledger:
@@ -275,18 +278,6 @@ def _kept(prefix: PrefixCache, figures: ParityFigures | None, reconstruct_ms: fl
     return Preparation(
         prefix, rows, prefix.offset, reused_tokens=prefix.offset, reconstruct_ms=reconstruct_ms, parity=figures
     )
-
-
-def _timed(steps: Generator[Token, None, Answer], account: Account) -> Generator[Token, None, Answer]:
-    while True:
-        try:
-            token = next(steps)
-        except StopIteration as stop:
-            answer: Answer = stop.value
-            return answer
-        if token.text and account.first_token_ms is None:
-            account.first_token_ms = _since(account.accepted_at)
-        yield token
 
 
 def _since(start: float) -> float:

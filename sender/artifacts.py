@@ -34,7 +34,7 @@ from kvferry.core.manifest import (
 from kvferry.core.manifest import (
     Method as MethodGroup,
 )
-from kvferry.core.progress import Progress
+from kvferry.core.progress import Progress, Stopwatch
 from kvferry.core.store import ArtifactStore
 from kvferry.core.stored import Stored
 from kvferry.engine.model import LoadedModel
@@ -92,8 +92,8 @@ class ArtifactMaker:
         found = self._find(memo)
         if found is not None:
             return found
-        material, made_ms = yield from _timed(method.make(reading, parameters))
-        method_ms = made_ms - reading.prefill_ms
+        making = Stopwatch()
+        material = yield from making.timing(method.make(reading, parameters))
         yield Progress("encode", 0, 1)
         start = time.perf_counter()
         stored = self._store_material(request, material)
@@ -102,7 +102,7 @@ class ArtifactMaker:
             prefill_tokens=reading.prefill_tokens,
             dense_bf16_bytes=reading.prefix.tokens * self._model.profile.dense_bytes_per_token,
             prefill_ms=reading.prefill_ms,
-            method_ms=max(method_ms, 0.0),
+            method_ms=max(making.ms - reading.prefill_ms, 0.0),
             encode_ms=encode_ms,
             transfer_ms=0.0,
         )
@@ -215,20 +215,6 @@ class _Request:
     reading: Reading
     parameters: msgspec.Struct
     fallback_for: str
-
-
-def _timed(steps: Generator[Progress, None, Material]) -> Generator[Progress, None, tuple[Material, float]]:
-    """Return what was made, and the milliseconds that it took. Between steps the thread does other work."""
-    spent = 0.0
-    with contextlib.closing(steps):
-        while True:
-            start = time.perf_counter()
-            try:
-                progress = next(steps)
-            except StopIteration as stop:
-                return stop.value, spent + (time.perf_counter() - start) * 1000
-            spent += (time.perf_counter() - start) * 1000
-            yield progress
 
 
 def _calibration(request: _Request, model: LoadedModel) -> bytes | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
@@ -11,7 +10,7 @@ from kvferry.core.container import ids_to_bytes
 from kvferry.core.digests import digest
 from kvferry.core.errors import InvalidRequestError, ModelError
 from kvferry.core.manifest import Document, Prefix
-from kvferry.core.progress import Progress
+from kvferry.core.progress import Progress, Stopwatch, relay
 from kvferry.engine.cache import PrefixCache
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.residency import Residency
@@ -38,7 +37,7 @@ class Reading:
         text: the document.
         system: the system prompt.
         question: the question; only aware methods may look at it.
-        prefill_ms, prefill_tokens: spent by ``prefill`` and ``read``; 0 when the cache was at hand.
+        prefill_tokens: read by ``prefill`` and ``read``; 0 when the cache was at hand.
     """
 
     def __init__(self, model: LoadedModel, residency: Residency, text: str, system: str, question: str | None) -> None:
@@ -47,8 +46,13 @@ class Reading:
         self.text = text
         self.system = system
         self.question = question
-        self.prefill_ms = 0.0
         self.prefill_tokens = 0
+        self._watch = Stopwatch()
+
+    @property
+    def prefill_ms(self) -> float:
+        """How long that took."""
+        return self._watch.ms
 
     @cached_property
     def document(self) -> Document:
@@ -95,7 +99,7 @@ class Reading:
         """
         if self.model.profile.unsupported:
             yield Progress("prefill", 0, len(ids))
-            return (yield from self._timed(self.model.read(ids), len(ids)))
+            return (yield from self._counted(self.model.read(ids), len(ids)))
         return (yield from self._kept(ids, digest(ids_to_bytes(ids))))
 
     def _kept(self, ids: Sequence[int], key: bytes) -> Generator[Progress, None, PrefixCache]:
@@ -105,7 +109,7 @@ class Reading:
         if held is not None:
             yield Progress("prefill", total, total)
             return held
-        cache = yield from self._timed(self.model.prefill(ids), total)
+        cache = yield from self._counted(self.model.prefill(ids), total)
         self._residency.put(key, cache)
         return cache
 
@@ -113,18 +117,8 @@ class Reading:
         """Return the question; see ``asked``."""
         return asked(self.question, method)
 
-    def _timed(self, steps: Generator[int, None, Read], total: int) -> Generator[Progress, None, Read]:
-        try:
-            while True:
-                start = time.perf_counter()
-                try:
-                    done = next(steps)
-                except StopIteration as stop:
-                    made: Read = stop.value
-                    self.prefill_tokens += total
-                    return made
-                finally:
-                    self.prefill_ms += (time.perf_counter() - start) * 1000
-                yield Progress("prefill", done, total)
-        finally:
-            steps.close()
+    def _counted(self, steps: Generator[int, None, Read], total: int) -> Generator[Progress, None, Read]:
+        timed = self._watch.timing(steps)
+        made = yield from relay(timed, lambda done: Progress("prefill", done, total))
+        self.prefill_tokens += total
+        return made

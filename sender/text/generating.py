@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 from kvferry.core.errors import ContextOverflowError
 from kvferry.core.manifest import Scalar
-from kvferry.core.progress import Progress
+from kvferry.core.progress import Progress, relay
 from kvferry.engine.constrained import Constraint
-from kvferry.engine.generate import Answer, Sampling
+from kvferry.engine.generate import Answer, Sampling, Token
 from kvferry.sender.reading import Reading
 from kvferry.sender.text.counted import within
 
@@ -101,16 +100,15 @@ def write(
     room = most if filled is None else model.profile.context_length - len(prefix) - len(fresh)
     caches = yield from reading.read(prefix)
     steps = model.answer(fresh, caches, len(prefix), Sampling(max_tokens=room), constraint)
-    with contextlib.closing(steps):
-        done = 0
-        while True:
-            yield Progress("method", min(done if filled is None else filled(), most), most)
-            try:
-                token = next(steps)
-            except StopIteration as stop:
-                answer: Answer = stop.value
-                break
-            done += token.token_id is not None
+    done = 0
+
+    def so_far(token: Token) -> Progress:
+        nonlocal done
+        done += token.token_id is not None
+        return Progress("method", min(done if filled is None else filled(), most), most)
+
+    yield Progress("method", 0, most)
+    answer = yield from relay(steps, so_far)
     yield Progress("method", most, most)
     return answer
 

@@ -9,13 +9,12 @@ marked as generated.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Generator
 from typing import Literal
 
 from kvferry.core import container
 from kvferry.core.manifest import Scalar
-from kvferry.core.progress import Progress
+from kvferry.core.progress import Progress, relay
 from kvferry.core.wire import MethodInfo
 from kvferry.sender.method import TextMaterial
 from kvferry.sender.reading import Reading
@@ -74,15 +73,8 @@ class LLMLingua2:
 def _compress(compressor: Compressor, text: str, rate: float) -> Generator[Progress, None, str]:
     total = len(compressor.tokens(text))
     steps = compressor.compress(text, rate)
-    with contextlib.closing(steps):
-        while True:
-            try:
-                done = next(steps)
-            except StopIteration as stop:
-                made: str = stop.value
-                break
-            # Marks of beginning and end are classified as well, and passages are tokenised anew.
-            yield Progress("method", min(done, total), total)
+    # Marks of beginning and end are classified as well, and passages are tokenised anew.
+    made = yield from relay(steps, lambda done: Progress("method", min(done, total), total))
     yield Progress("method", total, total)
     return made
 

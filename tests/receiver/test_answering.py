@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from kvferry.core import progress
 from kvferry.core.choice import AutoChoice, Estimate, LinkSpeed, PassedOver
 from kvferry.core.errors import ContainerError, ContextOverflowError, IntegrityError
 from kvferry.core.ledger import SenderAccount, ledger_from_json, to_json
@@ -90,6 +92,34 @@ def test_the_system_prompt_travels(
     expected = local_answer(model, DOCUMENT, QUESTIONS[0], system="Réponds en français.")
     assert receiver.ask(stored, QUESTIONS[0])[0].token_ids == expected
     assert expected != local_answer(model, DOCUMENT, QUESTIONS[0])
+
+
+@pytest.mark.parametrize("method", ["A1", "A7", "B1"])
+def test_what_others_do_in_between_is_no_part_of_a_reading(
+    bench: Callable[..., Any],
+    artifact: Callable[..., Any],
+    model: LoadedModel,
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+
+    def tick() -> float:
+        nonlocal now
+        now += 1
+        return now
+
+    def elsewhere(_: int) -> None:
+        nonlocal now
+        now += 1_000_000
+
+    receiver = bench(model)
+    stored = receiver.take(artifact(model, method, DOCUMENT))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=tick))
+    steps = receiver.answerer.reread(stored, "damaged") if method == "B1" else receiver.answerer.prepare(stored)
+    prepared = progress.finish(steps, elsewhere)
+    assert now > 1_000_000
+    assert 1000 <= prepared.prefill_ms < 1_000_000
 
 
 def test_a_sliding_window_model_answers_from_text(
