@@ -1,12 +1,14 @@
-"""Where the whole words and numbers of a passage begin and end, when it may have been cut anywhere.
+"""Where the whole words, numbers and characters of a passage begin and end, when it may have been cut anywhere.
 
-What stands on the other side of a cut is not known: "EUR 45" may have been "EUR 45,000". docs/wire.md states the rule.
+What stands on the other side of a cut is not known: "EUR 45" may have been "EUR 45,000", and a person part of a family.
+docs/wire.md states the rule.
 """
 
 from __future__ import annotations
 
 import regex
 
+from kvferry.core import graphemes
 from kvferry.core.words import GROUP_SPACES, UNSPACED
 
 # Scripts without spaces show no words, but their numerals count as digits.
@@ -32,14 +34,38 @@ _START = regex.compile(
 )
 
 
+# Characters as a reader sees them (UAX #29) that may have begun on the other side: flags, which are pairs, marks, and
+# what a joiner may have tied to something.
+_CONTINUES = regex.compile(
+    r"""
+    \A \p{RI}++
+    | [\p{GCB=EX}\p{GCB=SM}\p{GCB=ZWJ}\p{GCB=V}\p{GCB=T}]*+
+      (?: (?<= \A | \u200d ) (?= \p{Extended_Pictographic} ) \X )?+
+    """,
+    _FLAGS,
+)
+# What does not go on. A mark may follow punctuation too, and in text does not.
+_CLOSED = regex.compile(r"[[\p{P}\p{Z}\p{Sc}\p{Sm}\p{Cc}]--[\p{Extended_Pictographic}\#*]]", _FLAGS)
+
+
 def first_whole(text: str) -> int:
-    """Return how much of a passage's beginning may be the rest of a word or a number."""
-    found = _START.match(text)
-    return found.end() if found else 0
+    """Return how much of a passage's beginning may be the rest of a word, a number or a character."""
+    words = _START.match(text)
+    character = _CONTINUES.match(text, words.end() if words else 0)
+    return graphemes.ceil(text, character.end()) if character else 0
 
 
 def last_whole(text: str) -> int:
-    """Return where a passage must end to hold no beginning of a word or a number, nor a number without its unit."""
+    """Return where a passage must end: before a word, a number or a character that may go on, or lacks its unit."""
+    end = _last_words(text)
+    if end == len(text) > 0:
+        last = graphemes.floor(text, end - 1)
+        if not _CLOSED.match(text, last):
+            end = _last_words(text[:last])
+    return graphemes.floor(text, end)
+
+
+def _last_words(text: str) -> int:
     runs = [found.span() for found in _RUN.finditer(text)]
     if not runs or not _may_go_on(text, *runs[-1]):
         return len(text)

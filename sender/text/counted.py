@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from kvferry.core import graphemes
 from kvferry.engine.prompt import PromptBuilder
-from kvferry.sender.text import graphemes
 from kvferry.sender.text.assembly import Piece
 
 Budget = (

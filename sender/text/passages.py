@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 
+from kvferry.core import graphemes
 from kvferry.core.progress import Progress
-from kvferry.sender.text import graphemes, word_edges
+from kvferry.sender.text import word_edges
 from kvferry.sender.text.assembly import Piece
 from kvferry.sender.text.evidence_grammars import MAX_QUOTE
 from kvferry.sender.text.extractive import aware_scores, blind_scores, read_pieces

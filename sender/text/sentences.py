@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import regex
 
-from kvferry.sender.text import graphemes, word_edges
+from kvferry.core import graphemes
+from kvferry.sender.text import word_edges
 from kvferry.sender.text.abbreviations import BEFORE_NUMBERS, TITLES
 from kvferry.sender.text.assembly import Piece
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import regex
 
+from kvferry.core import graphemes
 from kvferry.core.words import GROUP_SPACES, UNSPACED
-from kvferry.sender.text import graphemes
 
 _DASH = r"[\p{Pd}\u2212]"
 _POINTS = r".\uff0e\u066b,\uff0c\u066c:\uff1a"

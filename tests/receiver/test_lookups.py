@@ -228,17 +228,18 @@ def _until_out(point: int, way: int, came: set[int]) -> list[int]:
     return found
 
 
+# Punctuation does not go on at the other side of a cut.
 @pytest.mark.parametrize(
     ("places", "texts", "expected", "spans"),
     [
-        ([Place(0, 2), Place(2, 4)], ["甲乙", "丙丁"], "甲乙丙丁", [(0, 0, 4)]),
-        ([Place(2, 4), Place(0, 2)], ["丙丁", "甲乙"], "甲乙丙丁", [(0, 0, 4)]),
-        ([Place(5, 7), Place(0, 2)], ["己庚", "甲乙"], "甲乙\n己庚", [(0, 0, 2), (3, 5, 7)]),
-        ([Place(5, 7), Place(0, 2)], ["己庚"], "己庚", [(0, 5, 7)]),
+        ([Place(0, 2), Place(2, 4)], ["「」", "、。"], "「」、。", [(0, 0, 4)]),
+        ([Place(2, 4), Place(0, 2)], ["、。", "「」"], "「」、。", [(0, 0, 4)]),
+        ([Place(5, 7), Place(0, 2)], ["〉【", "「」"], "「」\n〉【", [(0, 0, 2), (3, 5, 7)]),
+        ([Place(5, 7), Place(0, 2)], ["〉【"], "〉【", [(0, 5, 7)]),
         (
             [Place(4, 5), Place(0, 2), Place(2, 4), Place(9, 10)],
-            ["戊", "甲乙", "丙丁", "癸"],
-            "甲乙丙丁戊\n癸",
+            ["〈", "「」", "、。", "】"],
+            "「」、。〈\n】",
             [(0, 0, 5), (6, 9, 10)],
         ),
     ],

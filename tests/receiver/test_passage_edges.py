@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,15 +75,98 @@ def test_only_the_outermost_is_left_out_and_no_word_is_left_in_half(document: st
 
 
 @pytest.mark.parametrize("text", UNSPACED)
-def test_scripts_without_spaces_lose_no_more_than_the_number_at_a_cut(text: str) -> None:
+def test_scripts_without_spaces_lose_a_character_that_may_go_on_and_the_number_at_a_cut(text: str) -> None:
     numerals = digits(text) | {at for at, char in enumerate(text) if char in ",万"}
     runs = [at for at in sorted(numerals) if at - 1 not in numerals]
     ends = [at + 1 for at in sorted(numerals) if at + 1 not in numerals]
+
+    def number_before(cut: int) -> int:
+        return next((start for start, end in zip(runs, ends, strict=True) if start < cut <= end), cut)
+
+    clusters = [0, *(found.end() for found in regex.finditer(r"\X", text))]
     for cut in range(1, len(text)):
-        number = next(((start, end) for start, end in zip(runs, ends, strict=True) if start < cut <= end), None)
-        assert edges.last_whole(text[:cut]) == (number[0] if number else cut)
-        behind = next(((start, end) for start, end in zip(runs, ends, strict=True) if start <= cut < end), None)
-        assert edges.first_whole(text[cut:]) == (behind[1] - cut if behind else 0)
+        left = number_before(cut)
+        if left == cut and text[cut - 1] != "。":
+            left = number_before(max(at for at in clusters if at < cut))
+        assert edges.last_whole(text[:cut]) == left
+        behind = next((end for start, end in zip(runs, ends, strict=True) if start <= cut < end), cut)
+        assert edges.first_whole(text[cut:]) == min(at for at in clusters if at >= behind) - cut
+
+
+CLUSTERS = (
+    "👩\u200d🚀",
+    "👨\u200d👩\u200d👧\u200d👦",
+    "👍🏿",
+    "🇩🇰",
+    "🇸🇪",
+    "❤\ufe0f\u200d🔥",
+    "7\ufe0f\u20e3",
+    "#\ufe0f\u20e3",
+    "🚀",
+    "ที่",
+    "か\u3099",
+    "門\U000e0100",
+    "ក្រ",
+    "မြို့",
+    "क्षि",
+    "e\u0301",
+    "한",
+    "각",
+    "\r\n",
+    "価",
+    "north",
+    " ",
+    "。",
+    "45",
+)
+
+
+@given(st.lists(st.sampled_from(CLUSTERS), min_size=1, max_size=8).map("".join), st.data())
+def test_no_character_is_left_in_part(document: str, data: st.DataObject) -> None:
+    boundaries = {0, *(found.end() for found in regex.finditer(r"\X", document))}
+    cut, end = sorted(data.draw(st.tuples(st.integers(0, len(document)), st.integers(0, len(document)))))
+    passage = document[cut:end]
+    first, last = edges.first_whole(passage), edges.last_whole(passage)
+    if last > first:
+        # A line feed whose carriage return was cut off is still a line's end.
+        assert cut + first in boundaries or passage[first] == "\n"
+        assert cut + last in boundaries or passage[last - 1] == "\r"
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("the crew 👩", "the crew "),
+        ("the crew 👩\u200d", "the crew "),
+        ("flags 🇩🇰🇸", "flags 🇩🇰"),
+        ("press #", "press "),
+        ("ราคาท", "ราคา"),
+        ("は45円", "は"),
+        ("価格は高い。", "価格は高い。"),
+        ("がか", "が"),
+        ("👩", ""),
+    ],
+)
+def test_an_end_within_a_character(text: str, left: str) -> None:
+    assert text[: edges.last_whole(text)] == left
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("🚀 flies", " flies"),
+        ("\u200d🚀 flies", " flies"),
+        ("\ufe0f\u200d🔥! It", "! It"),
+        ("🏿 was", " was"),
+        ("🇰🇸🇪 sail", " sail"),
+        ("\u0e48ราคา", "ราคา"),
+        ("\u3099い", "い"),
+        ("価格", "価格"),
+        ("© 2024", " 2024"),
+    ],
+)
+def test_a_beginning_within_a_character(text: str, left: str) -> None:
+    assert text[edges.first_whole(text) :] == left
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.sender.text import graphemes
+from kvferry.core import graphemes
 
 # As UAX #29 and the Unicode test file for it have them.
 CLUSTERS = [
