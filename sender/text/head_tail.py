@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Generator
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Generator
 
 from kvferry.core import container
 from kvferry.core.progress import Progress
@@ -17,6 +18,8 @@ from kvferry.sender.text.selection import too_small
 
 MARK = "\n...\n"
 """Between the halves, and counted: halves that touch could make a word or a number that the document does not have."""
+_NOTHING = Assembled("", ())
+_Way = Callable[[int], list[Piece]]
 
 
 class HeadTail:
@@ -43,45 +46,69 @@ class HeadTail:
         document = CountedText(reading.model.prompt, reading.text)
         budget = budget_tokens(parameters.budget, document.tokens)
         made = head_and_tail(reading.model.prompt, document, budget)
-        if reading.text.strip() and not _says_something(made):
-            raise too_small(budget, _enough(reading.model.prompt, document, budget), "either end")
+        if reading.text.strip() and not made.text:
+            raise too_small(budget, _enough(reading.model.prompt, document), "either end")
         yield Progress("method", 1, 1)
         tokens = reading.model.prompt.count(made.text)
         return TextMaterial(made.text, kind=container.ENDS, spans=made.spans, outcome={"tokens": tokens})
 
 
 def head_and_tail(prompt: PromptBuilder, document: CountedText, budget: int) -> Assembled:
-    """Return at most ``budget`` tokens of a document: everything, or its beginning and its end."""
-    text = document.text
+    """Return at most ``budget`` tokens of a document: everything, or its beginning and its end, or one of these.
+
+    Nothing is returned of a document of which no character of either end fits.
+    """
+    text, mark = document.text, prompt.count(MARK)
     if document.tokens <= budget:
         return assemble(text, [Piece(0, len(text))], _mark)
-    mark = prompt.count(MARK)
-    room = budget
-    while True:
-        # Where mark and tail do not fit beside the head, the head has everything.
+
+    def both(room: int) -> list[Piece]:
         tail = max(0, room - mark) // 2
-        head = room - mark - tail if tail else room
-        pieces = [Piece(0, document.head(head)), Piece(document.tail(tail), len(text))]
-        made = assemble(text, pieces, _mark)
-        # Pieces are encoded anew, and a word that was cut may take more tokens than its part of the whole did.
+        pieces = [_head(document, room - mark - tail), _tail(document, tail)]
+        return pieces if all(text[start:end].strip() for start, end in pieces) else []
+
+    ways: tuple[_Way, ...] = (both, lambda room: [_head(document, room)], lambda room: [_tail(document, room)])
+    made = (_fitted(prompt, document, budget, way) for way in ways)
+    smallest = (assemble(text, [piece], _mark) for piece in _smallest(document))
+    fitting = (one for one in smallest if prompt.count(one.text) <= budget)
+    return next((one for one in itertools.chain(made, fitting) if one.text.strip()), _NOTHING)
+
+
+def _fitted(prompt: PromptBuilder, document: CountedText, budget: int, way: _Way) -> Assembled:
+    """Return what a way to cut makes of as many tokens as fit.
+
+    Pieces are encoded anew, and a word that was cut may take more tokens than its part of the whole did.
+    """
+    room = budget
+    while room > 0:
+        made = assemble(document.text, way(room), _mark)
         over = prompt.count(made.text) - budget
         if over <= 0:
             return made
         room -= over
+    return _NOTHING
 
 
-def _says_something(made: Assembled) -> bool:
-    return any(made.text[at : at + end - start].strip() for at, start, end in made.spans)
+def _head(document: CountedText, tokens: int) -> Piece:
+    return Piece(0, document.head(tokens))
 
 
-def _enough(prompt: PromptBuilder, document: CountedText, budget: int) -> int:
-    """Return the smallest budget that holds something, above one that does not."""
-    larger = range(budget + 1, document.tokens)
+def _tail(document: CountedText, tokens: int) -> Piece:
+    return Piece(document.tail(tokens), len(document.text))
 
-    def suffices(tokens: int) -> bool:
-        return _says_something(head_and_tail(prompt, document, tokens))
 
-    return budget + 1 + bisect_left(larger, 1, key=suffices)
+def _smallest(document: CountedText) -> tuple[Piece, Piece]:
+    """Return the shortest beginning and the shortest end with something in it."""
+    text, counts = document.text, range(document.tokens + 1)
+    first, last = len(text) - len(text.lstrip()), len(text.rstrip())
+    head = bisect_right(counts, first, key=document.head)
+    tail = bisect_right(counts, -last, key=lambda tokens: -document.tail(tokens))
+    return _head(document, head), _tail(document, tail)
+
+
+def _enough(prompt: PromptBuilder, document: CountedText) -> int:
+    """Return a budget that holds something."""
+    return min(prompt.count(document.text[start:end]) for start, end in _smallest(document))
 
 
 def _mark(_: str) -> str:

@@ -107,23 +107,65 @@ def test_a_fraction_is_of_the_documents_tokens(workshop: Callable[..., Any], mod
         assert fraction * tokens - 3 <= params["outcome.tokens"] <= fraction * tokens
 
 
-@pytest.mark.parametrize("name", ["chinese", "arabic", "spaced"])
-def test_a_budget_that_holds_nothing_of_either_end_is_refused_with_the_least_that_does(
+HEAVY = {
+    "ships": "🚢 the ferry leaves at seven in the evening 🚢",
+    "planes": "𐍈 is a letter of Gothic, and so is this one: 𐍈",
+    "flags": "🇩🇰 Denmark is a country in the north of Europe, and so is 🇸🇪",
+    "family": "👨\u200d👩\u200d👧\u200d👦 family",
+    "spaced": "\n \u3000\t" * 9 + TEXTS["chinese"] + "\u3000\n \t" * 9,
+}
+
+
+@pytest.mark.parametrize("name", [*TEXTS, *HEAVY])
+def test_a_larger_budget_is_never_refused_where_a_smaller_one_is_not(
     workshop: Callable[..., Any], model: LoadedModel, name: str
 ) -> None:
-    text = (TEXTS | {"spaced": "\n \u3000\t" * 9 + TEXTS["chinese"] + "\u3000\n \t" * 9})[name]
+    text = (TEXTS | HEAVY)[name]
     document = CountedText(model.prompt, text)
-    sent = [head_and_tail(model.prompt, document, budget) for budget in range(document.tokens + 1)]
-    bare = {budget for budget, made in enumerate(sent) if not made.text.replace(MARK, "").strip()}
-    assert {0, 1} <= bare
-    for budget in sorted(bare - {0}):
+    sent = [head_and_tail(model.prompt, document, budget).text for budget in range(document.tokens + 1)]
+    least = next(budget for budget, made in enumerate(sent) if made)
+    assert all(made.replace(MARK, "").strip() for made in sent[least:])
+    for budget in range(1, least):
         with pytest.raises(InvalidRequestError, match=f"^budget: {budget} tokens do not suffice") as caught:
             workshop(model).make("A2", text, budget=budget)
-        least = caught.value.fields["minimum"]
         assert caught.value.fields == {"field": "budget", "value": budget, "minimum": least}
-        assert least > budget
-        assert least not in bare
-        assert least - 1 in bare
+    assert workshop(model).make("A2", text, budget=least).stored.manifest.method.params["outcome.tokens"] <= least
+
+
+@pytest.mark.parametrize("name", ["ships", "planes", "flags"])
+def test_the_beginning_has_everything_where_mark_and_an_end_do_not_fit(
+    model: LoadedModel, length: Callable[[str], int], name: str
+) -> None:
+    text = HEAVY[name]
+    document = CountedText(model.prompt, text)
+    edges = [found.end() for found in regex.finditer(r"\X", text)]
+    alone = 0
+    for budget in range(document.tokens):
+        made = head_and_tail(model.prompt, document, budget).text
+        if MARK in made:
+            break
+        longest = max((text[:end] for end in edges if length(text[:end]) <= budget), key=len, default="")
+        # Within the whole text tokens may end elsewhere than in a part of it.
+        assert longest.startswith(made)
+        assert length(longest) - length(made) <= 2
+        alone += bool(made)
+    assert alone > 3
+    # Once both are there, more tokens do not take one away.
+    for more in range(budget, document.tokens):
+        assert MARK in head_and_tail(model.prompt, document, more).text
+
+
+def test_where_nothing_of_the_beginning_fits_the_end_has_everything(model: LoadedModel) -> None:
+    text = HEAVY["family"]
+    document = CountedText(model.prompt, text)
+    heavy = model.prompt.count(text.removesuffix(" family"))
+    end = model.prompt.count(" family")
+    for budget in range(end, heavy):
+        assert head_and_tail(model.prompt, document, budget).text == " family"
+    assert head_and_tail(model.prompt, document, heavy).text == text.removesuffix(" family")
+
+
+def test_nothing_of_nothing_is_sent(workshop: Callable[..., Any], model: LoadedModel) -> None:
     assert workshop(model).make("A2", " \n\u3000", budget=1).stored
 
 
