@@ -116,7 +116,8 @@ def _lookup(ledger: Ledger) -> str:
     if not ledger.lookups.hit:
         return "no reference has to do with the question"
     found = ledger.lookups
-    return f"looked up {found.count} references ({output.size(found.bytes)}, {found.ms:.0f} ms)"
+    rest = f", {found.left_out} more had no room" if found.left_out else ""
+    return f"looked up {found.count} references{rest} ({output.size(found.bytes)}, {found.ms:.0f} ms)"
 
 
 def fallback_line(ledger: Ledger) -> str:

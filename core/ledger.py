@@ -73,6 +73,7 @@ class Lookups(msgspec.Struct, frozen=True):
         ms: from the first request to the last response.
         hit: whether any reference has to do with the question; None where the artifact holds no references.
         missing: references whose passages could not be had.
+        left_out: references that were to be followed and had no room among the bytes that one question may fetch.
     """
 
     count: int = 0
@@ -82,6 +83,7 @@ class Lookups(msgspec.Struct, frozen=True):
     ms: float = 0.0
     hit: bool | None = None
     missing: tuple[str, ...] = ()
+    left_out: int = 0
 
 
 class Tokens(msgspec.Struct, frozen=True):

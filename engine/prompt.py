@@ -20,6 +20,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from kvferry.core import container
+from kvferry.core.digests import digest
 from kvferry.core.errors import ModelError
 from kvferry.core.evidence import Evidence
 from kvferry.engine.content import ContentEncoder
@@ -27,7 +28,7 @@ from kvferry.engine.content import ContentEncoder
 PROMPT_VERSION = 3
 """Changes whenever a receiver's model is given something else: layout, labels, default system prompt, lines of facts.
 
-What a method asks the sender's own model is no part of it: nothing that is kept depends on that but the text it wrote.
+What a method asks the sender's own model is no part of it; see ``instructions``.
 """
 
 DEFAULT_SYSTEM = (
@@ -69,6 +70,11 @@ _EVIDENCE_FORM = (
     'The JSON is an object with the lists "facts", "notes" and "unknowns". Each fact has "entity", "attribute", '
     '"value" and "quote". Quotes are copied exactly.'
 )
+LOOKING_INSTRUCTION = (
+    "\n\nRead the document above with care. You will be asked about its names, numbers, dates, places and codes, "
+    "and about what follows from what. Note each of these facts exactly as it is written."
+)
+"""What blind KV methods look with, in place of a question that is not known yet."""
 UNCONFIRMED = " (not confirmed)"
 """Behind a fact whose quote is not the document's, or does not hold its value."""
 
@@ -76,6 +82,22 @@ _BEFORE_DOCUMENT = "Document:\n"
 _BEFORE_TASK = "\n\n"
 _BEFORE_QUESTION = "\n\nQuestion: "
 _SYSTEM_MARK, _DOCUMENT_MARK, _QUESTION_MARK = "\ue0001\ue000", "\ue0002\ue000", "\ue0003\ue000"
+
+
+def instructions() -> bytes:
+    """Return the digest of everything that methods ask the sender's own model: in other words, another one."""
+    asked = (
+        SUMMARY_SYSTEM,
+        SUMMARY_BLIND,
+        SUMMARY_AWARE,
+        EVIDENCE_SYSTEM,
+        _EVIDENCE_BLIND,
+        _EVIDENCE_AWARE,
+        _EVIDENCE_FIELDS,
+        _EVIDENCE_FORM,
+        LOOKING_INSTRUCTION,
+    )
+    return digest("\0".join(asked).encode("utf-8"))
 
 
 def evidence_task(question: str | None, *, with_form: bool) -> str:

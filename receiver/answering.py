@@ -22,6 +22,7 @@ from kvferry.core.ledger import (
     Traffic,
     auto_account,
 )
+from kvferry.core.manifest import Manifest
 from kvferry.core.progress import Stopwatch, relay
 from kvferry.core.stored import Stored
 from kvferry.engine.cache import PrefixCache
@@ -208,7 +209,10 @@ class Answerer:
         traffic = stored.record.traffic or _NO_TRAFFIC
         preparation, manifest = account.preparation, stored.manifest
         rows = preparation.rows
-        fallback, fallback_reason = None, preparation.fallback_reason or sender.fallback_reason
+        fallback, fallback_reason = (
+            None,
+            preparation.fallback_reason or sender.fallback_reason or _replacement(manifest),
+        )
         if fallback_reason:
             fallback = preparation.fallback if preparation.fallback_reason else _stands_in(stored, sender)
         wire_bytes = traffic.wire_bytes + preparation.lookups.bytes
@@ -255,6 +259,15 @@ class Answerer:
             request_id=account.request_id,
             auto=auto_account(sender, stored.record.verify_ms, account.first_token_ms),
         )
+
+
+def _replacement(manifest: Manifest) -> str | None:
+    """Return that an artifact was sent in place of another, where the sender's account does not say why.
+
+    An artifact that came in a file brings no account of the send that replaced a method by it.
+    """
+    replaced = manifest.method.params.get("fallback_for")
+    return f"sent in place of {replaced}; why, the artifact does not say" if replaced else None
 
 
 def _stands_in(stored: Stored, account: SenderAccount) -> str:

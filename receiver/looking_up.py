@@ -89,14 +89,16 @@ class Finder:
                 raise
             problem = error.message
             self._log.warning("look-up failed", artifact=stored.artifact_id.hex(), reason=problem)
+        count = wanted.found(len(texts))
         account = Lookups(
-            count=wanted.found(len(texts)),
+            count=count,
             calls=spent.calls,
             bytes=spent.sent + spent.received,
             text_bytes=sum(len(text.encode("utf-8")) for text in texts),
             ms=spent.ms,
             hit=True,
             missing=tuple(map(_name, wanted.references)) if problem else (),
+            left_out=0 if problem else len(wanted.references) - count,
         )
         return Found(_message(stored, system, wanted, texts), account, choose_ms, problem)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -45,10 +44,12 @@ class Wanted:
     Attributes:
         references: those that are followed, the best first.
         windows: for each of them what is fetched for its sake; nothing where better ones cover it all.
+        reach: for each of them its whole window.
     """
 
     references: tuple[Reference, ...]
     windows: tuple[tuple[Place, ...], ...]
+    reach: tuple[Place, ...] = ()
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -56,8 +57,9 @@ class Wanted:
         return tuple(place for window in self.windows for place in window)
 
     def found(self, passages: int) -> int:
-        """Return how many references are whole once the first ``passages`` places have come."""
-        return sum(needed <= passages for needed in accumulate(map(len, self.windows)))
+        """Return of how many references the whole window is there once the first ``passages`` places have come."""
+        came = self.places[:passages]
+        return sum(not _uncovered(window, came) for window in self.reach)
 
 
 @dataclass(frozen=True)
@@ -77,13 +79,14 @@ def choose(references: Sequence[Reference], question: str, document: int) -> Wan
         document: code points of the document.
     """
     chosen = tuple(_best(references, question))
+    reach = tuple(_window(reference, document) for reference in chosen)
     covered: list[Place] = []
     windows = []
-    for reference in chosen:
-        own = tuple(_uncovered(_window(reference, document), covered))
+    for window in reach:
+        own = tuple(_uncovered(window, covered))
         covered += own
         windows.append(own)
-    return Wanted(chosen, tuple(windows))
+    return Wanted(chosen, tuple(windows), reach)
 
 
 def put_together(wanted: Wanted, texts: Iterable[str], document: int) -> Excerpts:

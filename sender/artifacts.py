@@ -38,10 +38,10 @@ from kvferry.core.progress import Progress, Stopwatch
 from kvferry.core.store import ArtifactStore
 from kvferry.core.stored import Stored
 from kvferry.engine.model import LoadedModel
+from kvferry.engine.prompt import instructions
 from kvferry.sender import parity
 from kvferry.sender.encode import evidence_contents, kv_contents, kv_layout, text_contents
-from kvferry.sender.kv.selecting import SelectingMethod
-from kvferry.sender.method import DENSE, EvidenceMaterial, KvMaterial, Material, Method, TextMaterial
+from kvferry.sender.method import DENSE, EvidenceMaterial, KvMaterial, Material, Method, Shaped, TextMaterial
 from kvferry.sender.reading import Reading
 
 
@@ -148,7 +148,8 @@ class ArtifactMaker:
             self._model.prefill_chunk,
             self._chunk_bytes,
             msgspec.to_builtins(self._runtime),
-            _calibration(request, self._model),
+            instructions(),
+            list(method.shaped_by(self._model, request.parameters)) if isinstance(method, Shaped) else [],
         ]
         return digest(msgpack.packb(parts))
 
@@ -215,14 +216,6 @@ class _Request:
     reading: Reading
     parameters: msgspec.Struct
     fallback_for: str
-
-
-def _calibration(request: _Request, model: LoadedModel) -> bytes | None:
-    """Return the digest of what a method knows about the model: under one name it may change."""
-    if not isinstance(request.method, SelectingMethod):
-        return None
-    found = request.method.calibrated(model, request.parameters)
-    return found.digest if found else None
 
 
 def _consume(material: Material) -> Consume:

@@ -30,6 +30,8 @@ TELLING_BYTES = MIB
 """A transfer that moves less says more about round trips than about the link."""
 PADDINGS = (16 * KIB, 256 * KIB, MIB)
 _ENOUGH_MS = 20.0
+# Tokens a second that a machine may read; anything else, 0 for "not known" too, is none to reckon with.
+_SLOWEST, _FASTEST = 1e-3, 1e9
 _ROUND_TRIPS = 3
 _MAX_RECEIVERS = 64
 # A call with padding takes no less than this part of its time for the padding, however the round trips vary.
@@ -116,10 +118,14 @@ async def survey(receiver: Address, security: PeerSecurity, seconds: float, link
 
 async def _survey(probe: Probe, receiver: Address, links: Links) -> Survey:
     node = await probe.describe()
-    if not node.prefill_tokens_per_second > 0:
+    speed = node.prefill_tokens_per_second
+    if not _SLOWEST <= speed <= _FASTEST:
         raise PeerError(
-            f"{receiver}: does not say how fast it reads, which method auto must know; name a method",
+            f"{receiver}: prefill_tokens_per_second: {speed:g} is no speed between {_SLOWEST:g} and {_FASTEST:g}, and "
+            "method auto must know how fast the receiver reads; name a method",
             peer=str(receiver),
+            field="prefill_tokens_per_second",
+            value=speed,
         )
     link = links.known(receiver)
     if link is None:

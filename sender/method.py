@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -15,8 +15,10 @@ from kvferry.core.progress import Progress
 from kvferry.core.spans import Span
 from kvferry.core.wire import MethodInfo
 from kvferry.engine.cache import PrefixCache
+from kvferry.engine.model import LoadedModel
 from kvferry.sender.reading import Reading
 
+Parameters_contra = TypeVar("Parameters_contra", bound=msgspec.Struct, contravariant=True)
 DENSE = Encoding(None, None, None, None, None, None, None)
 
 
@@ -76,7 +78,6 @@ class EvidenceMaterial:
 
 
 Material = TextMaterial | EvidenceMaterial | KvMaterial
-Parameters_contra = TypeVar("Parameters_contra", bound=msgspec.Struct, contravariant=True)
 
 
 class Method(Protocol, Generic[Parameters_contra]):
@@ -92,3 +93,11 @@ class Method(Protocol, Generic[Parameters_contra]):
 
     def make(self, reading: Reading, parameters: Parameters_contra) -> Generator[Progress, None, Material]:
         """Apply the rule. Yields progress; closing the generator stops the work."""
+
+
+@runtime_checkable
+class Shaped(Protocol[Parameters_contra]):
+    """A method that something shapes beside document, question, parameters and model."""
+
+    def shaped_by(self, model: LoadedModel, parameters: Parameters_contra) -> Sequence[str]:
+        """Return what identifies that: under one name it may change."""

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from msgspec import inspect
 
+from kvferry.engine import prompt
 from kvferry.sender import registry
 from kvferry.sender.kv import capabilities, probes
 from kvferry.sender.kv.parameters import PackingParameters, SelectionParameters, WidthParameters
@@ -173,8 +174,8 @@ def _word(selection: capabilities.Selection, quantiser: capabilities.Quantiser) 
 
 def test_the_instruction_is_the_one_that_runs() -> None:
     quoted = " ".join(SECTIONS["Window scores"].split())
-    assert f"\n\n{probes.INSTRUCTION.strip()}" == probes.INSTRUCTION
-    assert f"of {probes.INSTRUCTION.strip()} with two line breaks before it." in quoted
+    assert f"\n\n{prompt.LOOKING_INSTRUCTION.strip()}" == prompt.LOOKING_INSTRUCTION
+    assert f"of {prompt.LOOKING_INSTRUCTION.strip()} with two line breaks before it." in quoted
     assert f"the first {probes.INSTRUCTION_TOKENS} tokens" in quoted
 
 

@@ -16,6 +16,7 @@ import msgspec
 from kvferry.core import container
 from kvferry.core.addresses import Address
 from kvferry.core.choice import Quality, explain
+from kvferry.core.compat import Reason, ReasonCode
 from kvferry.core.errors import (
     InvalidRequestError,
     KvferryError,
@@ -46,6 +47,7 @@ NAME = "auto"
 # What another form may still get round. A receiver that is gone, or a broken disk, is none of it.
 _GIVES_WAY = (RefusedError, ModelError, TooLargeError, QuotaError)
 _BUDGET = "budget"
+_PAYLOAD = "payload."
 
 
 class AutoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,8 +115,11 @@ class Choosing:
     def _goes_on(self, decision: Decision, failed: Candidate, error: KvferryError, spent_ms: float) -> bool:
         """Leave what failed. Returns whether something else may do."""
         if not isinstance(error, InvalidRequestError):
+            with_it = decision.give_way(failed, error.message, spent_ms, to_smaller=_is_size(error))
             self._tell(failed, error.message)
-            return decision.give_way(failed, error.message, spent_ms)
+            for candidate in with_it:
+                self._tell(candidate, f"gave way with {failed.id}")
+            return bool(decision.open)
         # Nobody asked for this budget, and what is not enough for one method of this document may be for another.
         if error.fields.get("field") != _BUDGET:
             return False
@@ -183,6 +188,19 @@ class Choosing:
     def _tell(self, candidate: Candidate, reason: str) -> None:
         self._parts.metrics.passed_over(candidate.id)
         self._log.warning("passed over", method=candidate.id, parameters=candidate.written, reason=reason)
+
+
+def _is_size(error: KvferryError) -> bool:
+    """Whether something smaller may get round an error."""
+    if not isinstance(error, RefusedError):
+        return isinstance(error, TooLargeError | QuotaError)
+    try:
+        reasons = msgspec.json.decode(str(error.fields.get("verdict_json", "")), type=list[Reason])
+    except msgspec.DecodeError:
+        return False
+    return bool(reasons) and all(
+        reason.code == ReasonCode.TOO_LARGE and reason.field.startswith(_PAYLOAD) for reason in reasons
+    )
 
 
 def _measured(reading: Reading, zstd_bytes: int, zstd_ms: float) -> Text:

@@ -54,12 +54,28 @@ class Decision:
         among = [item for item in self._open if item.form == form or not self._gave_way]
         return quickest((item, self._estimates[item]) for item in among)[0]
 
-    def give_way(self, failed: Candidate, reason: str, spent_ms: float) -> bool:
-        """Leave a form that failed, and whatever stands before it. Returns whether there is one behind it."""
+    def give_way(
+        self, failed: Candidate, reason: str, spent_ms: float, *, to_smaller: bool = False
+    ) -> tuple[Candidate, ...]:
+        """Leave what failed and what gives way with it, which is returned: its form, and whatever stands before that.
+
+        Args:
+            failed: what was tried.
+            reason: why it failed.
+            spent_ms: lost on it.
+            to_smaller: it was too large, so that what is smaller of the same form may do.
+        """
         self.pass_over(failed, reason, spent_ms)
-        self._open = [item for item in self._open if FORMS.index(item.form) > FORMS.index(failed.form)]
+        kept = self._estimates[failed].bytes if to_smaller else 0
+        with_it = tuple(
+            item
+            for item in self._open
+            if _order(item) < _order(failed) or (item.form == failed.form and self._estimates[item].bytes >= kept)
+        )
+        for item in with_it:
+            self.pass_over(item, f"gave way with {failed.id}: {reason}")
         self._gave_way = True
-        return bool(self._open)
+        return with_it
 
     def fallback(self, chosen: Candidate) -> tuple[str, str]:
         """Return which method a candidate stands in for, and why; "" for none.
@@ -84,6 +100,10 @@ class Decision:
             probe_bytes=self._found.probe_bytes,
             deciding_ms=self.deciding_ms,
         )
+
+
+def _order(candidate: Candidate) -> int:
+    return FORMS.index(candidate.form)
 
 
 def _listed(passed_over: list[PassedOver]) -> str:

@@ -13,20 +13,17 @@ from kvferry.engine.cache import PrefixCache
 from kvferry.engine.dense import DenseLayer
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.observe import Window, window
+from kvferry.engine.prompt import LOOKING_INSTRUCTION
 from kvferry.sender.kv.selecting import Subject
 from kvferry.sender.reading import asked
 
-INSTRUCTION = (
-    "\n\nRead the document above with care. You will be asked about its names, numbers, dates, places and codes, "
-    "and about what follows from what. Note each of these facts exactly as it is written."
-)
-"""What blind methods look with, in place of a question that is not known yet. Its first tokens count."""
 INSTRUCTION_TOKENS = 32
+"""Of the instruction, the first ones count."""
 
 
 def instruction_ids(model: LoadedModel) -> list[int]:
     """Return the first 32 tokens of the instruction, which starts over for a tokenizer with fewer."""
-    ids = model.tokenizer.encode(INSTRUCTION, add_special_tokens=False)
+    ids = model.tokenizer.encode(LOOKING_INSTRUCTION, add_special_tokens=False)
     return list(islice(cycle(ids), INSTRUCTION_TOKENS))
 
 

@@ -102,6 +102,11 @@ class SelectingMethod(ABC):
         """Return what was measured on the model beforehand. Asked before the document is read, so it refuses early."""
         return None
 
+    def shaped_by(self, model: LoadedModel, given: Any) -> tuple[str, ...]:
+        """Return the digest of that."""
+        found = self.calibrated(model, given)
+        return (found.digest.hex(),) if found else ()
+
     def plan(self, profile: Profile, given: Any) -> Scheme | None:
         """Return how kept rows are packed. What cannot be is refused here, before the document is read.
 

@@ -32,7 +32,7 @@ from kvferry.sender.text.evidence_grammars import (
     quotable,
 )
 from kvferry.sender.text.facts import Written, read_facts
-from kvferry.sender.text.generating import check_room, write
+from kvferry.sender.text.generating import check_room, write, writer
 from kvferry.sender.text.passages import passages, ranked_passages
 from kvferry.sender.text.quotes import Source, Span
 from kvferry.sender.text.selection import too_small
@@ -218,9 +218,8 @@ def _outcome(
     reading: Reading, written: Written, stated: Statements, evidence: Evidence, tokens: int
 ) -> dict[str, Scalar]:
     facts = evidence.facts
-    return {
+    return writer(reading) | {
         "tokens": tokens,
-        "checkpoint": reading.model.profile.model.weights.hex(),
         "facts": len(facts),
         "exact": sum(fact.match == "exact" for fact in facts),
         "folded": sum(fact.match == "folded" for fact in facts),

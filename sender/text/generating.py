@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvferry.core.errors import ContextOverflowError
 from kvferry.core.manifest import Scalar
 from kvferry.core.progress import Progress, relay
+from kvferry.engine import prompt
 from kvferry.engine.constrained import Constraint
 from kvferry.engine.generate import Answer, Sampling, Token
 from kvferry.sender.reading import Reading
@@ -121,10 +122,14 @@ def _finish(reading: Reading, answer: Answer, budget: int) -> Generated:
 
 
 def outcome(reading: Reading, made: Generated) -> dict[str, Scalar]:
-    """Return what a manifest says of generated material, the checkpoint that wrote it among it."""
-    return {
+    """Return what a manifest says of a text that was generated."""
+    return writer(reading) | {
         "tokens": reading.model.prompt.count(made.text),
         "generated": made.generated,
         "cap_hit": made.cap_hit,
-        "checkpoint": reading.model.profile.model.weights.hex(),
     }
+
+
+def writer(reading: Reading) -> dict[str, Scalar]:
+    """Return what a manifest says of who wrote, and from which instructions."""
+    return {"checkpoint": reading.model.profile.model.weights.hex(), "instructions": prompt.instructions().hex()}

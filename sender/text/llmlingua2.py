@@ -13,13 +13,15 @@ from collections.abc import Generator
 from typing import Literal
 
 from kvferry.core import container
+from kvferry.core.errors import InvalidRequestError
 from kvferry.core.manifest import Scalar
 from kvferry.core.progress import Progress, relay
 from kvferry.core.wire import MethodInfo
+from kvferry.engine.model import LoadedModel
 from kvferry.sender.method import TextMaterial
 from kvferry.sender.reading import Reading
 from kvferry.sender.text.counted import BudgetParameters, budget_tokens, within
-from kvferry.sender.text.llmlingua_package import Compressor, Compressors
+from kvferry.sender.text.llmlingua_package import Compressor, Compressors, identity
 
 Model = Literal["llmlingua-2-xlm-roberta-large-meetingbank", "llmlingua-2-bert-base-multilingual-cased-meetingbank"]
 
@@ -47,10 +49,15 @@ class LLMLingua2:
     def __init__(self) -> None:
         self._compressors = Compressors()
 
+    def shaped_by(self, model: LoadedModel, parameters: LLMLingua2Parameters) -> tuple[str, ...]:
+        """Return which package and weights choose: both may be replaced by others."""
+        return identity(parameters.model)
+
     def make(self, reading: Reading, parameters: LLMLingua2Parameters) -> Generator[Progress, None, TextMaterial]:
         """Compress without looking at the question.
 
         Raises:
+            InvalidRequestError: when the budget holds no word that the rule keeps at its rate.
             ModelError: when package, model or encoding is missing, or the package cannot rank a passage.
         """
         prompt, text = reading.model.prompt, reading.text
@@ -65,6 +72,13 @@ class LLMLingua2:
         compressor = self._compressors.get(parameters.model)
         made = yield from _compress(compressor, text, budget / tokens)
         kept = within(prompt, made, budget)
+        if not kept.strip():
+            raise InvalidRequestError(
+                f"budget: {budget} tokens do not suffice for a word of this document: at that rate of its {tokens} "
+                f"the compressor keeps {len(made.split())} words",
+                field="budget",
+                value=budget,
+            )
         outcome = _outcome(prompt.count(kept), tokens, cap_hit=kept != made)
         chosen_by = {"package": compressor.package, "checkpoint": compressor.checkpoint}
         return TextMaterial(kept, kind=container.COMPRESSED, outcome=outcome | chosen_by)

@@ -14,6 +14,7 @@ import shlex
 import threading
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,11 @@ class Compressor:
     def compress(self, text: str, rate: float) -> Generator[int, None, str]:
         """Keep about ``rate`` of a text, above 0 and below 1, and yield how many tokens were classified so far.
 
-        Nothing is kept of a text in which the tokenizer knows no word: the package cannot rank what is not there.
-
         Raises:
-            ModelError: when the package cannot rank a passage.
+            ModelError: when the tokenizer knows no word of the text, or the package cannot rank a passage.
         """
         if set(self.tokens(text)) <= self._compressor.special_tokens:
-            return ""
+            raise ModelError("method A8: the compressor's tokenizer knows no word of the document")
         return (yield from stepped(partial(self._run, text, rate)))
 
     def _run(self, text: str, rate: float, report: Callable[[int], None]) -> str:
@@ -110,6 +109,20 @@ class Compressors:
                 self._held = None
                 self._held = (path, _load(name, path))
             return self._held[1]
+
+
+def identity(name: str) -> tuple[str, ...]:
+    """Return what tells the installed package and a compressor's file of weights from others, without reading it.
+
+    Nothing is said of what is not there.
+    """
+    said = []
+    with contextlib.suppress(PackageNotFoundError):
+        said.append(version("llmlingua"))
+    with contextlib.suppress(OSError):
+        file = (models_home() / "compressors" / name / _WEIGHTS).stat()
+        said.append(f"{file.st_size} {file.st_mtime_ns}")
+    return tuple(said)
 
 
 def _load(name: str, path: Path) -> Compressor:

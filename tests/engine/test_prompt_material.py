@@ -120,3 +120,21 @@ def test_evidence_reads_as_one_line_a_statement() -> None:
         "A B - c d: e f\nA - c: g (not confirmed)\nNote: n m\nThe document does not say: u"
     )
     assert prompts.evidence_text(Evidence((), (), (), complete=True, stop="stop")) == ""
+
+
+ASKED = {name for name, value in vars(prompts).items() if isinstance(value, str) and " " in value.strip()} - {
+    "__doc__",
+    "DEFAULT_SYSTEM",
+    "UNCONFIRMED",
+}
+
+
+def test_other_words_for_the_senders_model_are_other_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(ASKED) >= 9
+    found = {prompts.instructions()}
+    assert prompts.instructions() in found
+    for name in sorted(ASKED):
+        monkeypatch.setattr(prompts, name, getattr(prompts, name) + " ")
+        found.add(prompts.instructions())
+        monkeypatch.undo()
+    assert len(found) == 1 + len(ASKED)

@@ -278,6 +278,19 @@ def test_what_was_sent_in_place_of_another_is_called_what_it_is(
     assert plain.ask(again, QUESTIONS[0], 1)[1].fallback is None
 
 
+@pytest.mark.parametrize(("method", "expected"), [("A1", "fallback_reprefill"), ("A2", "fallback_text")])
+def test_a_substitute_that_came_without_an_account_says_what_it_is(
+    bench: Callable[..., Any], artifact: Callable[..., Any], model: LoadedModel, method: str, expected: str
+) -> None:
+    """As one does that was written to a file at the sender's and taken in from there."""
+    given = {"budget": 200} if method == "A2" else {}
+    receiver = bench(model)
+    stored = receiver.take(artifact(model, method, DOCUMENT, fallback_for="B1", **given))
+    _, ledger = receiver.ask(stored, QUESTIONS[0], 1)
+    assert ledger.fallback == expected
+    assert ledger.fallback_reason == "sent in place of B1; why, the artifact does not say"
+
+
 def test_times_are_in_order(bench: Callable[..., Any], artifact: Callable[..., Any], model: LoadedModel) -> None:
     receiver = bench(model)
     _, ledger = receiver.ask(receiver.take(artifact(model, "A1", DOCUMENT)), QUESTIONS[0], 20)

@@ -71,11 +71,10 @@ def stored(tmp_path: Path, model: LoadedModel) -> Iterator[Stored]:
 
 
 @pytest.mark.parametrize(
-    ("gives", "count", "text", "outcome"),
+    ("gives", "count", "came", "outcome"),
     [
-        # Of the first word only the last letter came, which is paid for and not read.
-        (3, 2, DOCUMENT[1001:1400], "fetched"),
-        (2, 1, DOCUMENT[1001:1270], "fetched"),
+        (3, 2, DOCUMENT[1000:1400], "fetched"),
+        (2, 1, DOCUMENT[1000:1270], "fetched"),
         (0, 0, "", "fetched"),
         (None, 0, "", "failed"),
     ],
@@ -86,14 +85,16 @@ async def test_references_count_when_whole_and_every_look_up_by_what_it_came_to(
     stored: Stored,
     gives: int | None,
     count: int,
-    text: str,
+    came: str,
     outcome: str,
 ) -> None:
     metrics = ReceiverMetrics("tiny", runtime_versions())
     finder = Finder(bench(model).answerer, Spans(gives), metrics)  # type: ignore[arg-type]
     found = await finder.find(stored, Question("Which code opens the gate?", allow_fallback=True))
-    assert (found.lookups.count, found.message.text) == (count, text)
-    assert found.lookups.text_bytes == len(f"e{text}".encode() if text else b"")
+    # Of the first word only the last letter came, and the last character may go on: paid for, and not read.
+    assert (found.lookups.count, found.message.text) == (count, came[1:-1])
+    assert found.lookups.left_out == (0 if gives is None else 2 - count)
+    assert found.lookups.text_bytes == len(came.encode())
     assert metrics.registry.get_sample_value("kvferry_lookups_total", {"outcome": outcome}) == 1
     await finder.find(stored, Question("?!"))
     assert metrics.registry.get_sample_value("kvferry_lookups_total", {"outcome": "no_hit"}) == 1

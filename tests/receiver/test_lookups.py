@@ -289,3 +289,10 @@ def test_a_passage_that_is_one_cut_word_is_left_out() -> None:
     wanted = Wanted((), ((Place(100, 105), Place(200, 206)),))
     found = lookups.put_together(wanted, ["north", "the 門 "], 1000)
     assert (found.text, [tuple(span) for span in found.spans]) == (" 門 ", [(0, 203, 206)])
+
+
+def test_a_reference_that_a_better_ones_passage_covers_is_found_with_it() -> None:
+    # The second window does not come, and the third lies within the first.
+    wanted = lookups.choose([at(1000, 1200), at(3000, 3300), at(1050, 1060)], QUESTION, LENGTH)
+    assert [len(window) for window in wanted.windows] == [1, 1, 0]
+    assert [wanted.found(passages) for passages in range(3)] == [0, 2, 3]

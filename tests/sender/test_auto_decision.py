@@ -13,8 +13,15 @@ import pytest
 from kvferry.core import wire
 from kvferry.core.addresses import parse_receiver
 from kvferry.core.choice import MAX_REASON_CHARACTERS, QUALITIES, Estimate, LinkSpeed
-from kvferry.core.compat import Profile
-from kvferry.core.errors import InvalidRequestError, KvferryError, RefusedError
+from kvferry.core.compat import Profile, Reason, ReasonCode, Verdict, refusal
+from kvferry.core.errors import (
+    InvalidRequestError,
+    KvferryError,
+    ModelError,
+    QuotaError,
+    RefusedError,
+    TooLargeError,
+)
 from kvferry.core.metrics import SenderMetrics
 from kvferry.core.wire import NodeInfo
 from kvferry.sender.auto import candidates, choosing
@@ -232,18 +239,62 @@ def test_the_quickest_of_all_comes_first_whatever_its_form(decision: Decision) -
 
 
 def test_a_cache_gives_way_to_evidence_and_evidence_to_text(decision: Decision) -> None:
-    (cache, *_), (facts,), texts = (of("reduced", form) for form in FORMS)
-    assert decision.give_way(cache, "refused: TOO_LARGE", 40.0)
+    (cache, *other_caches), (facts,), texts = (of("reduced", form) for form in FORMS)
+    assert decision.give_way(cache, "refused: WEIGHTS", 40.0) == tuple(other_caches)
     # The cheapest text would be quicker, and is not next.
     assert decision.best().id == facts.id
-    assert decision.fallback(facts) == ("B1", "B1: refused: TOO_LARGE")
-    assert decision.give_way(facts, "no fact", 2.0)
+    names = ", ".join(f"{item.id} {item.written}".strip() for item in other_caches)
+    told = f"B1: refused: WEIGHTS; {names}: gave way with B1: refused: WEIGHTS"
+    assert decision.fallback(facts) == ("B1", told)
+    assert decision.give_way(facts, "no fact", 2.0) == ()
     chosen = decision.best()
     assert chosen.id == texts[-1].id
-    assert decision.fallback(chosen) == ("B1", "B1: refused: TOO_LARGE; A5: no fact")
+    assert decision.fallback(chosen) == ("B1", f"{told}; A5: no fact")
     passed = decision.choice(chosen).passed_over
-    assert [(item.method, item.form, item.spent_ms) for item in passed] == [("B1", "kv", 40.0), ("A5", "evidence", 2.0)]
-    assert not decision.give_way(chosen, "broken", 1.0)
+    assert [(item.method, item.spent_ms) for item in passed if item.spent_ms] == [("B1", 40.0), ("A5", 2.0)]
+    decision.give_way(chosen, "broken", 1.0)
+    assert decision.open == ()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("to_smaller", [False, True])
+def test_everything_that_the_bound_allows_is_open_or_passed_over_with_a_reason(
+    decision: Decision,
+    form: str,
+    to_smaller: bool,  # noqa: FBT001  (a column)
+) -> None:
+    everything = candidates.allowed("reduced")
+    failed = of("reduced", form)[0]
+    decision.give_way(failed, "too large", 1.0, to_smaller=to_smaller)
+    passed = decision.choice(everything[0]).passed_over
+    assert {(item.method, item.parameters) for item in passed}.isdisjoint(
+        (item.id, item.written) for item in decision.open
+    )
+    assert len(passed) + len(decision.open) == len(everything)
+    assert all("too large" in item.reason for item in passed)
+
+
+def test_what_is_too_large_gives_way_to_what_is_smaller_of_its_form(decision: Decision, node: NodeInfo) -> None:
+    found = Decision("reduced", Survey(node, LinkSpeed(1.0, 1e6), 0), 1.0)
+    listed = candidates.allowed("reduced")
+    sizes = {
+        ("B1", ""): 100,
+        ("B2", "bits=8"): 50,
+        ("B2", "key_bits=8 value_bits=4"): 100,
+        ("B9", "budget=0.25 bits=8"): 13,
+    }
+    for index, item in enumerate(listed):
+        found.consider(item)
+        found.price(
+            item, msgspec.structs.replace(priced(item, 100.0 + index), bytes=sizes.get((item.id, item.written), 120))
+        )
+    failed = next(item for item in listed if item.id == "B1")
+    with_it = found.give_way(failed, "TOO_LARGE", 1.0, to_smaller=True)
+    assert {(item.id, item.written) for item in with_it} == {("B2", "key_bits=8 value_bits=4"), ("B5", "budget=0.25")}
+    # Text is as quick as anything here, and is not next while a cache may do.
+    chosen = found.best()
+    assert (chosen.id, chosen.written) == ("B2", "bits=8")
+    assert found.fallback(chosen) == ("", "")
 
 
 def test_without_evidence_a_cache_gives_way_to_text(node: NodeInfo) -> None:
@@ -253,7 +304,7 @@ def test_without_evidence_a_cache_gives_way_to_text(node: NodeInfo) -> None:
         found.consider(item)
         found.price(item, priced(item, float(index)))
     assert found.best().id == "B1"
-    assert found.give_way(found.best(), "refused", 0.0)
+    assert found.give_way(found.best(), "refused", 0.0) == ()
     assert found.best().id == "A7"
 
 
@@ -284,12 +335,22 @@ def test_what_fails_for_its_budget_leaves_the_others_of_its_form_and_those_befor
     assert (passed.method, passed.spent_ms) == ("A3", 5.0)
 
 
+def refused(code: str, field: str) -> KvferryError:
+    return refusal(Verdict((Reason(ReasonCode(code), field, "1", "0"),)))
+
+
 @pytest.mark.parametrize(
     ("error", "goes_on", "left"),
     [
         (InvalidRequestError("budget: 3 tokens", field="budget", value=3), True, {"A1", "A7"}),
         (InvalidRequestError("question: none", field="question"), False, {"A1", "A3", "A7"}),
         (RefusedError("refused: TOO_LARGE"), False, set()),
+        (refused("TOO_LARGE", "prefix.tokens"), False, set()),
+        (refused("PROMPT_MISMATCH", "prompt.version"), False, set()),
+        (refused("TOO_LARGE", "payload.length"), True, {"A7"}),
+        (TooLargeError("payload: too large"), True, {"A7"}),
+        (QuotaError("max_bytes: too much"), True, {"A7"}),
+        (ModelError("no"), False, set()),
     ],
 )
 def test_what_an_error_leaves(node: NodeInfo, error: KvferryError, goes_on: bool, left: set[str]) -> None:  # noqa: FBT001  (a column)
@@ -297,6 +358,7 @@ def test_what_an_error_leaves(node: NodeInfo, error: KvferryError, goes_on: bool
     texts = of("reduced", "text")
     for item in texts:
         found.consider(item)
+        found.price(item, msgspec.structs.replace(priced(item, 1.0), bytes=5 if item.id == "A7" else 10))
     parts: Any = SimpleNamespace(metrics=SenderMetrics("tiny", {"kvferry": "1", "device": "cpu"}))
     assert choosing.Choosing(parts, parts)._goes_on(found, texts[-1], error, 1.0) is goes_on
     assert {item.id for item in found.open} == left

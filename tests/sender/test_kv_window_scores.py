@@ -13,6 +13,7 @@ import pytest
 
 from kvferry.core.errors import ContextOverflowError, InvalidRequestError, ModelError
 from kvferry.core.progress import finish
+from kvferry.engine import prompt
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.selection import top_rows
 from kvferry.sender import registry
@@ -196,7 +197,7 @@ def subject(model: LoadedModel, drain: Callable[..., Any]) -> Subject:
 def test_the_instruction_has_32_tokens_of_its_own_text(model: LoadedModel) -> None:
     ids = probes.instruction_ids(model)
     assert len(ids) == probes.INSTRUCTION_TOKENS == 32
-    assert probes.INSTRUCTION.startswith(model.tokenizer.decode(ids))
+    assert prompt.LOOKING_INSTRUCTION.startswith(model.tokenizer.decode(ids))
     assert probes.instruction_ids(model) == ids
 
 
@@ -204,7 +205,7 @@ def test_the_instruction_has_32_tokens_of_its_own_text(model: LoadedModel) -> No
 def test_the_instruction_has_32_tokens_under_any_tokenizer(model: LoadedModel, pieces: int) -> None:
     class Coarse:
         def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-            assert text == probes.INSTRUCTION
+            assert text == prompt.LOOKING_INSTRUCTION
             assert not add_special_tokens
             return list(range(pieces))
 

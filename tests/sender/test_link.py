@@ -128,11 +128,12 @@ async def test_a_busy_receiver_is_asked_again_and_not_for_ever() -> None:
     assert receiver.busy == 100 - transfer.ATTEMPTS
 
 
-@pytest.mark.parametrize("reads", [0.0, float("nan")])
+@pytest.mark.parametrize("reads", [0.0, float("nan"), float("inf"), -5.0, 5e-324, 1e300])
 async def test_a_receiver_that_does_not_say_how_fast_it_reads_is_refused(reads: float) -> None:
     async with serving(FarReceiver(reads=reads)) as address:
-        with pytest.raises(errors.PeerError, match=f"^{address}: does not say how fast it reads"):
+        with pytest.raises(errors.PeerError, match=f"^{address}: prefill_tokens_per_second: ") as caught:
             await survey(address, PLAINTEXT, 10, Links(), metrics())
+    assert f": {reads:g} is no speed between " in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from kvferry.core.progress import Progress, finish
 from kvferry.engine.constrained import Grammar
 from kvferry.engine.generate import Answer, Token
 from kvferry.engine.model import LoadedModel
-from kvferry.engine.prompt import EVIDENCE_SYSTEM, evidence_task, evidence_text
+from kvferry.engine.prompt import EVIDENCE_SYSTEM, evidence_task, evidence_text, instructions
 from kvferry.sender import registry
 from kvferry.sender.method import EvidenceMaterial
 from kvferry.sender.text import evidence as evidence_method
@@ -206,6 +206,7 @@ def test_a_message_says_how_it_came_about(
     assert made.outcome == {
         "tokens": model.prompt.count(text),
         "checkpoint": model.profile.model.weights.hex(),
+        "instructions": instructions().hex(),
         "facts": 1,
         "exact": 1,
         "folded": 0,

@@ -18,6 +18,7 @@ import pytest
 import regex
 
 from kvferry.core import container
+from kvferry.core.errors import InvalidRequestError, ModelError
 from kvferry.engine.model import LoadedModel
 from kvferry.sender import registry
 from kvferry.sender.method import TextMaterial
@@ -197,9 +198,16 @@ def test_it_is_what_the_package_returns(
     document = TEXTS[text]
     source = tokens_of(model, document)
     allowed = max(1, int(source * budget))
-    # Where its tokenizer knows no word at all, the package raises.
-    nothing_known = name == BERT and text == "one long word"
-    expected = "" if nothing_known else released(name, document, allowed / source)
+    if name == BERT and text == "one long word":
+        # Where its tokenizer knows no word at all, the package raises something of its own.
+        with pytest.raises(ModelError, match="knows no word of the document"):
+            compress(document, name, budget)
+        return
+    expected = released(name, document, allowed / source)
+    if not expected.strip():
+        with pytest.raises(InvalidRequestError, match="^budget: .* the compressor keeps 0 words$"):
+            compress(document, name, budget)
+        return
     made = compress(document, name, budget)
     assert made.text is not None
     assert expected.startswith(made.text)
@@ -227,7 +235,11 @@ def test_kept_words_are_the_documents_in_order(
     compress: Callable[..., TextMaterial], model: LoadedModel, name: str, text: str, budget: float
 ) -> None:
     document = TEXTS[text]
-    made = compress(document, name, budget)
+    try:
+        made = compress(document, name, budget)
+    except InvalidRequestError as error:
+        assert error.fields["field"] == "budget"  # noqa: PT017  (either may come of a random classifier)
+        return
     sent = made.text or ""
     assert made.kind == container.COMPRESSED
     assert made.outcome["tokens"] <= (budget if isinstance(budget, int) else tokens_of(model, document) * budget)
@@ -301,8 +313,6 @@ def test_neither_code_of_a_model_nor_a_hub_is_asked(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import shutil
-
-    from kvferry.core.errors import ModelError
 
     shutil.copytree(home, tmp_path / "home")
     folder = tmp_path / "home" / "models" / "compressors" / XLMR
