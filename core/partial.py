@@ -101,13 +101,17 @@ class Partial:
             StoreError: when the artifact was committed or dropped meanwhile, or the disk refuses.
         """
         with self._lock:
-            self._check_open()
-            self._received += received
-            self._control += control
-            try:
-                os.pwrite(self._journal, _pack(self._received, self._control), len(self._present))
-            except OSError as error:
-                raise StoreError(f"journal: {error.strerror}") from error
+            self._count(received, control)
+
+    def count_offer(self, control: int) -> None:
+        """Charge an offer's protocol bytes, and its manifest if another offer was charged before.
+
+        Raises:
+            StoreError: when the artifact was committed or dropped meanwhile, or the disk refuses.
+        """
+        with self._lock:
+            repeated = self._control > 0
+            self._count(0, control + (self._manifest_bytes if repeated else 0))
 
     def traffic(self) -> Traffic:
         """Return what crossed so far."""
@@ -155,6 +159,15 @@ class Partial:
                 self._closed = True
                 os.close(self._payload)
                 os.close(self._journal)
+
+    def _count(self, received: int, control: int) -> None:
+        self._check_open()
+        self._received += received
+        self._control += control
+        try:
+            os.pwrite(self._journal, _pack(self._received, self._control), len(self._present))
+        except OSError as error:
+            raise StoreError(f"journal: {error.strerror}") from error
 
     def _present_bytes(self) -> int:
         """What must have come at least."""

@@ -109,6 +109,18 @@ class ArtifactStore:
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
+    def offer(self, encoded: bytes, owner: Token | None = None) -> Partial | None:
+        """Return what ``begin`` does, or None when the artifact is published.
+
+        Raises:
+            StoreError: also when what is published cannot be read now.
+        """
+        with self._lock:
+            # Published between the two, it would be received once more, beside the one that is there.
+            if self.holds(manifest.artifact_id(encoded)):
+                return None
+            return self.begin(encoded, owner)
+
     def begin(self, encoded: bytes, owner: Token | None = None) -> Partial:
         """Return the assembly of the artifact with this manifest, new or resumed.
 

@@ -8,7 +8,7 @@ import msgspec
 
 from kvferry.core import manifest
 from kvferry.core.compat import Profile, Verdict, judge
-from kvferry.core.errors import ContainerError, InvalidRequestError
+from kvferry.core.errors import ContainerError, InvalidRequestError, NotFoundError, StoreError
 from kvferry.core.ledger import SenderAccount, account_from_json
 from kvferry.core.logs import logger
 from kvferry.core.metrics import ReceiverMetrics
@@ -65,20 +65,18 @@ class Intake:
         verdict = judge(decoded, self._profile)
         if not verdict.accepted:
             return Judgement(artifact_id, verdict, (), committed=False)
-        if self._store.holds(artifact_id):
+        partial = self._store.offer(encoded, owner)
+        if partial is None:
             return Judgement(artifact_id, verdict, (), committed=True)
-        partial = self._store.begin(encoded, owner)
         return Judgement(artifact_id, verdict, tuple(partial.missing()), committed=False)
 
     def charge(self, artifact_id: bytes, received: int, control: int) -> None:
         """Count bytes that crossed for an artifact that is on its way in."""
         self._store.partial(artifact_id).count(received, control)
 
-    def charge_offer(self, artifact_id: bytes, manifest_bytes: int, control: int) -> None:
+    def charge_offer(self, artifact_id: bytes, control: int) -> None:
         """Count an offer; the manifest of a repeated one crossed on top of the artifact's own."""
-        partial = self._store.partial(artifact_id)
-        repeated = partial.traffic().control_bytes > 0
-        partial.count(0, control + (manifest_bytes if repeated else 0))
+        self._store.partial(artifact_id).count_offer(control)
 
     def put(self, artifact_id: bytes, index: int, data: bytes | memoryview, control: int) -> None:
         """Verify and write one chunk.
@@ -100,7 +98,7 @@ class Intake:
             self._metrics.received(kind, len(data))
 
     def commit(self, artifact_id: bytes, account_json: str, control: int) -> Stored:
-        """Verify and publish; a second Commit finds the artifact published.
+        """Verify and publish; a second Commit finds the artifact published, also when both run at once.
 
         Raises:
             InvalidRequestError: when the account cannot be read.
@@ -115,11 +113,16 @@ class Intake:
         if self._store.holds(artifact_id):
             return self._store.get(artifact_id)
         account = _parse_account(account_json)
-        self.charge(artifact_id, 0, control)
         try:
+            self.charge(artifact_id, 0, control)
             stored = self._store.commit(artifact_id, account)
         except ContainerError:
             self._metrics.damaged("commit")
+            raise
+        except (NotFoundError, StoreError):
+            # The first of two may have published it since the second looked.
+            if self._store.holds(artifact_id):
+                return self._store.get(artifact_id)
             raise
         self._metrics.committed(stored)
         return stored

@@ -58,9 +58,7 @@ class IntakeServicer(pb_grpc.ReceiverServiceServicer):
             self._metrics.sent("control", response.ByteSize())
             if judgement.verdict.accepted and not judgement.committed:
                 control = request.ByteSize() - len(request.manifest) + response.ByteSize()
-                await asyncio.to_thread(
-                    self._intake.charge_offer, judgement.artifact_id, len(request.manifest), control
-                )
+                await asyncio.to_thread(self._intake.charge_offer, judgement.artifact_id, control)
         return response
 
     async def Put(  # type: ignore[override]  # noqa: N802  (``register`` puts another class in the message's place)

@@ -118,7 +118,7 @@ class Session:
         judgement = self._intake.offer(frame.manifest, self._caller)
         if judgement.verdict.accepted and not judgement.committed:
             self._charged = judgement.artifact_id
-            self._intake.charge_offer(judgement.artifact_id, len(frame.manifest), control)
+            self._intake.charge_offer(judgement.artifact_id, control)
         self._connection.send(_offered(judgement))
 
     def _put(self, frame: frames.Put) -> None:

@@ -153,6 +153,20 @@ def test_a_payload_without_room_begins_nothing(
     assert not list((store.root / "partial").iterdir())
 
 
+def test_an_offer_begins_only_what_is_not_published(store: ArtifactStore, example: Any) -> None:
+    partial = store.offer(example.encoded)
+    assert partial is store.partial(example.id)
+    example.put_into(partial)
+    stored = store.commit(example.id, None)
+    assert store.offer(example.encoded) is None
+    assert not list((store.root / "partial").iterdir())
+    stored.payload_path.write_bytes(b"cut short")
+    again = store.offer(example.encoded)
+    assert again is not None
+    assert again.missing() == [(0, 12)]
+    assert [*store.quarantined()] == [example.id]
+
+
 # Dropping, committing again
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,13 @@ from kvferry.core.errors import (
     InvalidRequestError,
     ManifestError,
     NotFoundError,
+    StoreError,
     TooLargeError,
     TransferError,
 )
-from kvferry.core.ledger import SenderAccount, to_json
+from kvferry.core.ledger import SenderAccount, Traffic, to_json
+from kvferry.core.partial import Partial
+from kvferry.core.store import ArtifactStore
 from kvferry.engine.model import LoadedModel
 
 DOCUMENT = "Every crate that arrives is weighed, counted and entered in the ledger before noon. " * 2
@@ -271,3 +276,92 @@ def test_an_integrity_error_is_one_that_a_retry_may_mend(receiver: Any, kv: Any)
     assert caught.value.retryable
     assert caught.value.fields["chunk"] == 1
     assert {"actual", "expected"} <= set(caught.value.fields)
+
+
+# Two senders at once
+
+
+def test_an_offer_while_another_sender_commits_begins_nothing_anew(
+    receiver: Any, kv: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver.intake.offer(kv.encoded)
+    put_all(receiver, kv)
+    commit = threading.Thread(target=receiver.store.commit, args=(kv.artifact_id, None))
+    holds = ArtifactStore.holds
+
+    def overtaken(self: ArtifactStore, artifact_id: bytes) -> bool:
+        found = holds(self, artifact_id)
+        commit.start()
+        # It ends meanwhile unless it is kept out until the offer is judged.
+        commit.join(0.2)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ArtifactStore, "holds", overtaken)
+        judgement = receiver.intake.offer(kv.encoded)
+    commit.join()
+    assert judgement.missing == ()
+    assert receiver.store.ids() == [kv.artifact_id]
+    assert list((receiver.store.root / "partial").iterdir()) == []
+    assert receiver.intake.offer(kv.encoded).committed
+
+
+@pytest.mark.parametrize("moment", ["looked", "charged", "verified"])
+def test_of_two_commits_at_once_both_get_the_receipt(
+    receiver: Any, kv: Any, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    receiver.intake.offer(kv.encoded)
+    put_all(receiver, kv)
+    owner, name = {
+        "looked": (ArtifactStore, "holds"),
+        "charged": (Partial, "count"),
+        "verified": (Partial, "verify"),
+    }[moment]
+    step = getattr(owner, name)
+    first: list[Any] = []
+
+    def overtaken(self: Any, *arguments: Any) -> Any:
+        result = step(self, *arguments)
+        if not first:
+            first.append(None)
+            first[0] = receiver.intake.commit(kv.artifact_id, ACCOUNT, 1)
+        return result
+
+    monkeypatch.setattr(owner, name, overtaken)
+    second = receiver.intake.commit(kv.artifact_id, ACCOUNT, 1)
+    assert second.record == first[0].record
+    assert receiver.store.ids() == [kv.artifact_id]
+
+
+def test_a_commit_that_a_drop_overtook_says_so(receiver: Any, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver.intake.offer(kv.encoded)
+    put_all(receiver, kv)
+    verify = Partial.verify
+
+    def overtaken(self: Partial) -> None:
+        verify(self)
+        receiver.store.drop(kv.artifact_id)
+
+    monkeypatch.setattr(Partial, "verify", overtaken)
+    with pytest.raises(StoreError, match="committed or dropped"):
+        receiver.intake.commit(kv.artifact_id, ACCOUNT, 1)
+    assert receiver.store.ids() == []
+
+
+def test_of_two_first_offers_at_once_one_is_a_repeat(receiver: Any, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        receiver.intake.offer(kv.encoded)
+    traffic, together = Partial.traffic, threading.Barrier(2)
+
+    def at_once(self: Partial) -> Traffic:
+        found = traffic(self)
+        together.wait(5)
+        return found
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        # Whoever looked at the count first would wait here until both had seen that nothing is charged yet.
+        patch.setattr(Partial, "traffic", at_once)
+        list(pool.map(lambda _: receiver.intake.charge_offer(kv.artifact_id, 10), range(2)))
+    assert receiver.store.partial(kv.artifact_id).traffic().control_bytes == 20 + len(kv.encoded)
+    receiver.intake.charge_offer(kv.artifact_id, 10)
+    assert receiver.store.partial(kv.artifact_id).traffic().control_bytes == 30 + 2 * len(kv.encoded)
