@@ -59,15 +59,7 @@ class Partial:
         """Return half-open runs of chunk indices that have not arrived."""
         with self._lock:
             flags = bytes(self._present)
-        runs: list[tuple[int, int]] = []
-        for index, flag in enumerate(flags):
-            if flag == _PRESENT[0]:
-                continue
-            if runs and runs[-1][1] == index:
-                runs[-1] = (runs[-1][0], index + 1)
-            else:
-                runs.append((index, index + 1))
-        return runs
+        return _absent_runs(flags)
 
     def put(self, index: int, data: bytes | memoryview) -> bool:
         """Verify one chunk and write it.
@@ -129,12 +121,9 @@ class Partial:
             ContainerError: when the file on disk was cut short; likewise.
             StoreError: when the artifact was committed or dropped meanwhile, or the disk refuses.
         """
-        runs = self.missing()
-        if runs:
-            count = sum(end - start for start, end in runs)
-            raise TransferError(f"chunk {runs[0][0]}: missing, {count} chunks in all", chunk=runs[0][0], missing=count)
         with self._lock:
             self._check_open()
+            self._check_complete()
             try:
                 self._verify_unseen()
                 if self._durable:
@@ -181,6 +170,12 @@ class Partial:
         if self._closed:
             raise StoreError("artifact: committed or dropped while the transfer was under way")
 
+    def _check_complete(self) -> None:
+        runs = _absent_runs(bytes(self._present))
+        if runs:
+            count = sum(end - start for start, end in runs)
+            raise TransferError(f"chunk {runs[0][0]}: missing, {count} chunks in all", chunk=runs[0][0], missing=count)
+
     def _verify_unseen(self) -> None:
         """Judge the chunks that an earlier process wrote; those of this one were judged before they were written."""
         first: ContainerError | None = None
@@ -198,6 +193,18 @@ class Partial:
                 self._seen.add(index)
         if first is not None:
             raise first
+
+
+def _absent_runs(flags: bytes) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for index, flag in enumerate(flags):
+        if flag == _PRESENT[0]:
+            continue
+        if runs and runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+    return runs
 
 
 def _write_all(handle: int, data: bytes | memoryview, offset: int) -> None:

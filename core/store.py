@@ -161,8 +161,9 @@ class ArtifactStore:
         partial.verify()
         verify_ms = (time.perf_counter() - start) * 1000
         with self._lock:
-            traffic = partial.traffic()
             self._assemblies.finish(artifact_id, partial)
+            # Closed: what is charged from now on is refused, not left out.
+            traffic = partial.traffic()
             return self._publisher.publish_received(partial.path, artifact_id, verify_ms, account, traffic)
 
     def get(self, artifact_id: bytes) -> Stored:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.core.errors import NotFoundError, StoreError
+from kvferry.core.errors import NotFoundError, StoreError, TransferError
 from kvferry.core.files import write_atomic
 from kvferry.core.store import ArtifactStore
 
@@ -94,6 +95,70 @@ def test_threads_receive_different_artifacts(store: ArtifactStore, kv_example: C
         for stored, example in zip(pool.map(lambda one: one.received_by(store), examples), examples, strict=True):
             example.check(stored)
     assert len(store.ids()) == 8
+
+
+class Between:
+    """A lock; once, right after it is released, another call is made."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._lock = threading.Lock()
+        self._calls = [call]
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if self._calls:
+            self._calls.pop()()
+
+
+def test_what_a_disk_gave_up_at_one_commit_counts_for_no_other(
+    store: ArtifactStore, example: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial = store.begin(example.encoded)
+    example.put_into(partial)
+    failures = [OSError(errno.EIO, "no")]
+
+    def says_so_once(_: int) -> None:
+        if failures:
+            raise failures.pop()
+
+    def commit() -> None:
+        with contextlib.suppress(StoreError, TransferError):
+            store.commit(example.id, None)
+
+    monkeypatch.setattr(os, "fsync", says_so_once)
+    monkeypatch.setattr(partial, "_lock", Between(commit))
+    commit()
+    assert failures == []
+    assert store.ids() == []
+    assert partial.missing() == [(0, 12)]
+
+
+def test_what_is_charged_is_in_the_record_or_refused(
+    store: ArtifactStore, example: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial = store.begin(example.encoded)
+    example.put_into(partial)
+    close = partial.close
+    charged = 0
+
+    def charge() -> None:
+        nonlocal charged
+        partial.count(0, 5)
+        charged += 5
+
+    def late() -> None:
+        charge()
+        close()
+
+    monkeypatch.setattr(partial, "close", late)
+    record = store.commit(example.id, None).record
+    with pytest.raises(StoreError, match="committed or dropped"):
+        charge()
+    assert record.traffic is not None
+    assert record.traffic.control_bytes == charged == 5
 
 
 # Files
