@@ -49,8 +49,7 @@ class Assemblies:
         with self._directory.errors():
             if new:
                 self._ownership.check(owner, artifact_id, size)
-                self._eviction.make_room(size)
-                self._directory.check_room(decoded.payload.length)
+                self._eviction.make_room(size, decoded.payload.length)
             try:
                 self._open[artifact_id] = self._assembly(artifact_id, encoded, owner if new else None)
             except OSError:

@@ -7,14 +7,12 @@ Each daemon has a registry of its own. Labels take few values: anything that a p
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import resource
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -23,6 +21,7 @@ from prometheus_client.registry import Collector
 from kvferry.core.compat import Verdict
 from kvferry.core.ledger import Ledger, SenderAccount
 from kvferry.core.store import ArtifactStore
+from kvferry.core.store_directory import disk_bytes
 from kvferry.core.stored import Stored
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -32,7 +31,6 @@ _MAX_LABEL_VALUES = 64
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 # getrusage counts bytes on macOS and kibibytes elsewhere.
 _PEAK_UNIT = 1 if sys.platform == "darwin" else 1024
-_BLOCK_BYTES = 512
 
 
 class BoundedLabel:
@@ -120,7 +118,7 @@ class NodeMetrics:
             self.registry.register(_Read(name, text, read))
         space = self.gauge("kvferry_store_bytes", "Disk space of the store.", ("area",))
         for area in STORE_AREAS:
-            space.labels(area).set_function(partial(_disk_bytes, store.root / area))
+            space.labels(area).set_function(partial(disk_bytes, store.root / area))
 
     def received(self, kind: str, count: int) -> None:
         """Count bytes that came in."""
@@ -250,13 +248,3 @@ class ReceiverMetrics(NodeMetrics):
         if ledger.ms.first_token is not None:
             self._first_token.observe(ledger.ms.first_token / 1000)
         self._answer.observe(ledger.ms.total / 1000)
-
-
-def _disk_bytes(folder: Path) -> int:
-    """Return allocated bytes, as ``du`` does: an artifact on its way in is a file with holes."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                total += Path(parent, name).stat().st_blocks * _BLOCK_BYTES
-    return total

@@ -51,8 +51,8 @@ class ArtifactStore:
         self._lock = threading.RLock()
         self._ownership = Ownership()
         self._retention = Retention(budget, ttl_seconds)
-        self._eviction = Eviction(self._retention, self.drop)
         self._directory = StoreDirectory(root)
+        self._eviction = Eviction(self._directory, self._retention, self.drop)
         self._quarantine = Quarantine(self._directory)
         self._assemblies = Assemblies(
             self._directory, self._ownership, self._retention, self._eviction, durable=durable
@@ -90,13 +90,13 @@ class ArtifactStore:
 
         Raises:
             TooLargeError: when the artifact does not fit the budget; nothing is evicted then.
-            StoreError: when the disk refuses; nothing is published then.
+            StoreError: when the disk has no room, and nothing is evicted then; or refuses. Nothing is published then.
         """
         listed = tuple(contents)
         outline = container.outline(listed, chunk_size)
         size = len(manifest.encode(describe(*outline))) + outline[1].length
-        with self._lock:
-            self._eviction.make_room(size)
+        with self._lock, self._directory.errors():
+            self._eviction.make_room(size, outline[1].length)
         aside = self._directory.aside()
         try:
             with self._directory.errors():
@@ -131,8 +131,9 @@ class ArtifactStore:
         Raises:
             ManifestError: when the manifest does not hold together.
             QuotaError: when the owner may store no more.
-            TooLargeError: when too many artifacts are on their way in.
-            StoreError: when the disk refuses or has no room for the payload.
+            TooLargeError: when it does not fit the budget, or too many artifacts are on their way in. Nothing is
+                evicted then.
+            StoreError: when the disk has no room for the payload, and nothing is evicted then; or refuses.
         """
         with self._lock:
             return self._assemblies.begin(encoded, owner)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvferry.core import stored
@@ -24,6 +25,7 @@ from kvferry.core.errors import StoreError
 ARTIFACTS, PARTIAL, QUARANTINE = "artifacts", "partial", "quarantine"
 _KEPT = (ARTIFACTS, PARTIAL, QUARANTINE)
 _ASIDE = "aside"
+_BLOCK_BYTES = 512
 _ID_NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
@@ -97,18 +99,24 @@ class StoreDirectory:
         shutil.rmtree(self.root / _ASIDE)
         (self.root / _ASIDE).mkdir()
 
-    def check_room(self, length: int) -> None:
-        """Check that the disk has room for a payload.
+    def check_room(self, length: int, victims: Iterable[bytes] = ()) -> None:
+        """Check that the disk has room for a payload, or will have once these artifacts are gone.
 
         Raises:
             StoreError: when it has not.
+            OSError: when it does not say how much is free.
         """
         free = shutil.disk_usage(self.root).free
-        if free < length:
+        if free >= length:
+            return
+        # What they declare is no measure: an artifact on its way in is a file with holes.
+        given_back = sum(disk_bytes(self.path(folder, victim)) for victim in victims for folder in _KEPT)
+        if free + given_back < length:
+            evicting = f", {given_back} more after evicting" if given_back else ""
             raise StoreError(
-                f"store {self.root}: the payload takes {length} bytes, {free} are free",
+                f"store {self.root}: the payload takes {length} bytes, {free} are free{evicting}",
                 value=length,
-                limit=free,
+                limit=free + given_back,
             )
 
     @contextlib.contextmanager
@@ -118,3 +126,13 @@ class StoreDirectory:
             yield
         except OSError as error:
             raise StoreError(f"store {self.root}: {error.strerror or error}", path=str(self.root)) from error
+
+
+def disk_bytes(folder: Path) -> int:
+    """Return allocated bytes, as ``du`` does: an artifact on its way in is a file with holes."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += Path(parent, name).stat().st_blocks * _BLOCK_BYTES
+    return total

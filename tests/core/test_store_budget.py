@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,91 @@ def test_files_removed_by_hand_are_no_obstacle(opened: Callable[..., ArtifactSto
     third.received_by(store)
     assert store.ids() == ids(second, third)
     assert store.evictions == 0
+
+
+# A disk with less room than the budget
+
+
+def allocated(store: ArtifactStore, example: Any) -> int:
+    """Return what the disk has of an artifact, all copies of it."""
+    copies = store.root.glob(f"*/{example.id.hex()}/*")
+    return sum(path.stat().st_blocks * 512 for path in copies)
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that says how much the disk has free."""
+    usage = shutil.disk_usage("/")
+    return lambda count: monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=count))
+
+
+@pytest.mark.parametrize("arrive", ["received", "made"])
+@pytest.mark.parametrize("room", [-1, 0])
+def test_what_the_disk_has_no_room_for_evicts_nothing(
+    opened: Callable[..., ArtifactStore],
+    examples: Examples,
+    text_example: Callable[..., Any],
+    free: Callable[[int], None],
+    arrive: str,
+    room: int,
+) -> None:
+    """Of two artifacts the older one must go, and what it has on disk comes back."""
+    first, second = examples(2)
+    large = text_example(b"x" * 100_000)
+    store = opened(budget=size(second) + size(large))
+    for example in (first, second):
+        example.received_by(store)
+    act = (lambda: make(store, large)) if arrive == "made" else (lambda: store.begin(large.encoded))
+    given_back = allocated(store, first)
+    assert 0 < given_back < len(large.payload)
+    free(len(large.payload) - given_back + room)
+    if room < 0:
+        with pytest.raises(StoreError, match=f"{given_back} more after evicting") as caught:
+            act()
+        assert caught.value.fields == {"value": len(large.payload), "limit": len(large.payload) - 1}
+        assert store.ids() == ids(first, second)
+        assert store.evictions == 0
+        for example in (first, second):
+            example.check(store.get(example.id))
+        assert list((store.root / "partial").iterdir()) == []
+        assert list((store.root / "aside").iterdir()) == []
+    else:
+        act()
+        assert store.evictions == 1
+        assert first.id not in store.ids()
+        assert second.id in store.ids()
+
+
+def test_an_assembly_gives_back_what_it_has_on_disk_not_what_it_declares(
+    opened: Callable[..., ArtifactStore], text_example: Callable[..., Any], free: Callable[[int], None]
+) -> None:
+    first, second = (text_example(letter * 300_000) for letter in (b"x", b"y"))
+    store = opened(budget=size(second))
+    store.begin(first.encoded).put(0, first.chunks()[0])
+    free(len(second.payload) - allocated(store, first) - 1)
+    with pytest.raises(StoreError, match="are free"):
+        store.begin(second.encoded)
+    assert store.partial(first.id).missing() == [(1, len(first.chunks()))]
+    free(len(second.payload) - allocated(store, first))
+    store.begin(second.encoded)
+    with pytest.raises(NotFoundError):
+        store.partial(first.id)
+
+
+def test_what_was_put_aside_gives_its_bytes_back_too(
+    opened: Callable[..., ArtifactStore],
+    examples: Examples,
+    text_example: Callable[..., Any],
+    free: Callable[[int], None],
+) -> None:
+    (first,) = examples(1)
+    large = text_example(b"x" * 100_000)
+    store = opened(budget=size(large))
+    first.received_by(store)
+    store.quarantine(first.id, "tested")
+    free(len(large.payload) - allocated(store, first))
+    store.begin(large.encoded)
+    assert store.quarantined() == {}
 
 
 # Quotas
