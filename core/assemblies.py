@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 
 from kvferry.core import limits, manifest, stored
-from kvferry.core.errors import NotFoundError, StoreError, TooLargeError
+from kvferry.core.admission import RETRY_AFTER_MS
+from kvferry.core.errors import BusyError, NotFoundError, StoreError
 from kvferry.core.eviction import Eviction
 from kvferry.core.files import write_atomic
 from kvferry.core.ownership import OWNER_FILE, Ownership, owner_record
@@ -17,7 +19,12 @@ from kvferry.core.tokens import Token
 
 
 class Assemblies:
-    """Open assemblies by artifact id. Not thread-safe: the store holds its lock."""
+    """Open assemblies by artifact id. Not thread-safe: the store holds its lock.
+
+    Each holds two files open, and a process that has none left can take no connection either. So no more than
+    ``limits.MAX_PARTIALS`` are open: beyond that the least recently used one that no call is using is closed. Its files
+    stay, and it is opened again when its sender comes back.
+    """
 
     def __init__(
         self,
@@ -33,7 +40,9 @@ class Assemblies:
         self._retention = retention
         self._eviction = eviction
         self._durable = durable
+        # The least recently used comes first.
         self._open: dict[bytes, Partial] = {}
+        self._calls: Counter[Partial] = Counter()
 
     def begin(self, encoded: bytes, owner: Token | None) -> Partial:
         """Return the assembly of the artifact with this manifest, new or resumed; ``ArtifactStore.begin`` says more."""
@@ -42,13 +51,14 @@ class Assemblies:
             return self._used(artifact_id)
         decoded = manifest.decode(encoded)
         make_plan(decoded)
-        self._check_open_files()
         path = self._directory.path(PARTIAL, artifact_id)
         new = not path.exists()
         size = len(encoded) + decoded.payload.length
         with self._directory.errors():
             if new:
                 self._ownership.check(owner, artifact_id, size)
+            self._close_idle()
+            if new:
                 self._eviction.make_room(size, decoded.payload.length)
             try:
                 self._open[artifact_id] = self._assembly(artifact_id, encoded, owner if new else None)
@@ -68,6 +78,7 @@ class Assemblies:
         Raises:
             NotFoundError: when the artifact was never offered.
             IntegrityError: when its manifest on disk has changed.
+            BusyError: when it is not open, and calls are using as many as may be.
         """
         if artifact_id in self._open:
             # Every chunk comes through here: what is under way is in use.
@@ -80,6 +91,16 @@ class Assemblies:
             ) from error
         stored.check_identity(artifact_id, encoded)
         return self.begin(encoded, None)
+
+    def hold(self, partial: Partial) -> None:
+        """Note that one more call is using an assembly, which stays open until ``let_go``."""
+        self._calls[partial] += 1
+
+    def let_go(self, partial: Partial) -> None:
+        """Note that a call is using an assembly no more."""
+        self._calls[partial] -= 1
+        if not self._calls[partial]:
+            del self._calls[partial]
 
     def finish(self, artifact_id: bytes, verified: Partial) -> None:
         """Close an assembly that was verified meanwhile; its files stay.
@@ -105,7 +126,8 @@ class Assemblies:
 
     def _used(self, artifact_id: bytes) -> Partial:
         self._retention.touch(artifact_id)
-        return self._open[artifact_id]
+        self._open[artifact_id] = partial = self._open.pop(artifact_id)
+        return partial
 
     def _assembly(self, artifact_id: bytes, encoded: bytes, owner: Token | None) -> Partial:
         path = self._directory.path(PARTIAL, artifact_id)
@@ -117,12 +139,18 @@ class Assemblies:
             write_atomic(described, encoded)
         return Partial(path, encoded, durable=self._durable)
 
-    def _check_open_files(self) -> None:
-        # Each assembly holds two files open, and a process that has none left can take no connection either.
+    def _close_idle(self) -> None:
+        """Close what no call is using until one more may be opened.
+
+        Raises:
+            BusyError: when calls are using all of them. Calls end, so unlike a limit on size this one passes.
+        """
+        idle = (artifact_id for artifact_id, partial in self._open.items() if not self._calls[partial])
+        for artifact_id in list(idle)[: max(len(self._open) - limits.MAX_PARTIALS + 1, 0)]:
+            self.release(artifact_id)
         if len(self._open) >= limits.MAX_PARTIALS:
-            raise TooLargeError(
-                f"store {self._directory.root}: {len(self._open)} artifacts are on their way in, the limit is "
-                f"{limits.MAX_PARTIALS}; commit or drop some",
-                value=len(self._open),
-                limit=limits.MAX_PARTIALS,
+            raise BusyError(
+                f"store {self._directory.root}: {len(self._open)} artifacts are being received at this moment, the "
+                f"limit is {limits.MAX_PARTIALS}",
+                retry_after_ms=RETRY_AFTER_MS,
             )

@@ -18,7 +18,7 @@ MAX_PAYLOAD_BYTES = 64 * GIB
 """Largest payload a receiver takes unless its configuration says less."""
 
 MAX_PARTIALS = 500
-"""Most artifacts that may be on their way in at one receiver."""
+"""Most artifacts on their way in whose files a receiver has open."""
 
 MAX_SECTIONS = 16_384
 MAX_DIMENSIONS = 8

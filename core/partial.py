@@ -1,7 +1,7 @@
 """An artifact on its way in: its manifest, the chunks that have arrived, and the final verification.
 
 A chunk is accepted only when its digest is the one in the manifest, so chunks may come in any order, twice, or over
-several connections; what survives a crash is judged again at Commit.
+several connections; what was there when it was opened, after a crash too, is judged again at Commit.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Partial:
             raise TransferError(f"chunk {runs[0][0]}: missing, {count} chunks in all", chunk=runs[0][0], missing=count)
 
     def _verify_unseen(self) -> None:
-        """Judge the chunks that an earlier process wrote; those of this one were judged before they were written."""
+        """Judge the chunks that were here when this was opened; later ones were judged before they were written."""
         first: ContainerError | None = None
         for index in range(self.plan.count):
             if index in self._seen:

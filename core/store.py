@@ -124,6 +124,8 @@ class ArtifactStore:
     def begin(self, encoded: bytes, owner: Token | None = None) -> Partial:
         """Return the assembly of the artifact with this manifest, new or resumed.
 
+        It may be closed when others are begun; ``assembly`` keeps one open.
+
         Args:
             encoded: the manifest.
             owner: the token that a new artifact counts against; a resumed one keeps its owner.
@@ -131,22 +133,39 @@ class ArtifactStore:
         Raises:
             ManifestError: when the manifest does not hold together.
             QuotaError: when the owner may store no more.
-            TooLargeError: when it does not fit the budget, or too many artifacts are on their way in. Nothing is
-                evicted then.
-            StoreError: when the disk has no room for the payload, and nothing is evicted then; or refuses.
+            TooLargeError: when it does not fit the budget; nothing is evicted then.
+            BusyError: when calls are using as many assemblies as may be open; likewise.
+            StoreError: when the disk refuses; or, likewise, has no room for the payload.
         """
         with self._lock:
             return self._assemblies.begin(encoded, owner)
 
     def partial(self, artifact_id: bytes) -> Partial:
-        """Return an assembly that was begun, also by an earlier process.
+        """Return an assembly that was begun, also by an earlier process. ``begin`` says when it may be closed.
 
         Raises:
             NotFoundError: when the artifact was never offered.
             IntegrityError: when its manifest on disk has changed; offering it again mends that.
+            BusyError: when it is not open, and calls are using as many assemblies as may be.
         """
         with self._lock:
             return self._assemblies.get(artifact_id)
+
+    @contextlib.contextmanager
+    def assembly(self, artifact_id: bytes) -> Iterator[Partial]:
+        """Do what ``partial`` does; for the block only Commit, a drop or an eviction closes it.
+
+        Raises:
+            NotFoundError, IntegrityError, BusyError: as ``partial`` does.
+        """
+        with self._lock:
+            partial = self.partial(artifact_id)
+            self._assemblies.hold(partial)
+        try:
+            yield partial
+        finally:
+            with self._lock:
+                self._assemblies.let_go(partial)
 
     def commit(self, artifact_id: bytes, account: SenderAccount | None) -> Stored:
         """Verify an assembly and publish it.
@@ -155,17 +174,18 @@ class ArtifactStore:
             NotFoundError: when the artifact was never offered.
             TransferError: when chunks are missing.
             ContainerError: when a digest differs (IntegrityError) or the file on disk was cut short.
+            BusyError: as ``partial`` does.
             StoreError: when the disk refuses, or another commit or a drop came first.
         """
-        partial = self.partial(artifact_id)
-        start = time.perf_counter()
-        partial.verify()
-        verify_ms = (time.perf_counter() - start) * 1000
-        with self._lock:
-            self._assemblies.finish(artifact_id, partial)
-            # Closed: what is charged from now on is refused, not left out.
-            traffic = partial.traffic()
-            return self._publisher.publish_received(partial.path, artifact_id, verify_ms, account, traffic)
+        with self.assembly(artifact_id) as partial:
+            start = time.perf_counter()
+            partial.verify()
+            verify_ms = (time.perf_counter() - start) * 1000
+            with self._lock:
+                self._assemblies.finish(artifact_id, partial)
+                # Closed: what is charged from now on is refused, not left out.
+                traffic = partial.traffic()
+                return self._publisher.publish_received(partial.path, artifact_id, verify_ms, account, traffic)
 
     def get(self, artifact_id: bytes) -> Stored:
         """Return a published artifact.

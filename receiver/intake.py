@@ -49,7 +49,9 @@ class Intake:
         Raises:
             QuotaError: when the owner may store no more.
             ManifestError: when the manifest is malformed or contradicts itself.
-            StoreError: when the store has no room.
+            TooLargeError: when the store's budget has no room.
+            StoreError: when its disk has none.
+            BusyError: when calls are using as many artifacts on their way in as may be open.
         """
         judgement = self._judge(encoded, owner)
         self._metrics.judged(judgement.verdict, committed=judgement.committed)
@@ -72,11 +74,13 @@ class Intake:
 
     def charge(self, artifact_id: bytes, received: int, control: int) -> None:
         """Count bytes that crossed for an artifact that is on its way in."""
-        self._store.partial(artifact_id).count(received, control)
+        with self._store.assembly(artifact_id) as partial:
+            partial.count(received, control)
 
     def charge_offer(self, artifact_id: bytes, control: int) -> None:
         """Count an offer; the manifest of a repeated one crossed on top of the artifact's own."""
-        self._store.partial(artifact_id).count_offer(control)
+        with self._store.assembly(artifact_id) as partial:
+            partial.count_offer(control)
 
     def put(self, artifact_id: bytes, index: int, data: bytes | memoryview, control: int) -> None:
         """Verify and write one chunk.
@@ -84,13 +88,14 @@ class Intake:
         Raises:
             NotFoundError: when the artifact was not offered.
             ContainerError: when the chunk is not one of the manifest's.
+            BusyError: as ``offer`` does.
         """
         kind = "resent"
         try:
-            partial = self._store.partial(artifact_id)
-            partial.count(len(data), control)
-            if partial.put(index, data):
-                kind = "payload"
+            with self._store.assembly(artifact_id) as partial:
+                partial.count(len(data), control)
+                if partial.put(index, data):
+                    kind = "payload"
         except ContainerError:
             self._metrics.damaged("chunk")
             raise

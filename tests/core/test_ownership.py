@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.core import limits, manifest
-from kvferry.core.errors import QuotaError, TooLargeError
+from kvferry.core import manifest
+from kvferry.core.errors import QuotaError
 from kvferry.core.store import ArtifactStore
 from kvferry.core.tokens import Token
 
@@ -218,17 +218,3 @@ def test_a_damaged_owner_does_not_keep_the_store_shut(
     store = reopen()
     deliver(store, examples[0], token())
     assert store.ids() == [identity(examples[0])]
-
-
-def test_artifacts_on_their_way_in_are_limited_because_each_holds_files_open(
-    reopen: Open, examples: list[Example], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "MAX_PARTIALS", 2)
-    store = reopen()
-    for example in examples[:2]:
-        store.begin(example.encoded)
-    with pytest.raises(TooLargeError, match="2 artifacts are on their way in, the limit is 2"):
-        store.begin(examples[2].encoded)
-    store.begin(examples[0].encoded)
-    store.drop(identity(examples[0]))
-    store.begin(examples[2].encoded)

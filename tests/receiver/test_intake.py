@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvferry.core import limits
 from kvferry.core import manifest as manifests
 from kvferry.core.errors import (
+    BusyError,
     ContainerError,
     IntegrityError,
     InvalidRequestError,
@@ -365,3 +367,51 @@ def test_of_two_first_offers_at_once_one_is_a_repeat(receiver: Any, kv: Any, mon
     assert receiver.store.partial(kv.artifact_id).traffic().control_bytes == 20 + len(kv.encoded)
     receiver.intake.charge_offer(kv.artifact_id, 10)
     assert receiver.store.partial(kv.artifact_id).traffic().control_bytes == 30 + 2 * len(kv.encoded)
+
+
+# More transfers than may have files open
+
+
+def test_more_transfers_than_open_files_all_arrive(
+    receiver: Any, artifact: Callable[..., Any], model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_PARTIALS", 2)
+    sent = [artifact(model, "A1", f"{number}. {DOCUMENT}") for number in range(5)]
+    for stored in sent:
+        assert receiver.intake.offer(stored.encoded).missing == ((0, stored.plan.count),)
+        receiver.intake.charge_offer(stored.artifact_id, 10)
+    for stored in sent:
+        assert receiver.intake.offer(stored.encoded).missing == ((0, stored.plan.count),)
+        receiver.intake.charge_offer(stored.artifact_id, 10)
+    for step in range(max(stored.plan.count for stored in sent)):
+        for stored in sent:
+            if step < stored.plan.count:
+                receiver.intake.put(stored.artifact_id, step, stored.read_chunk(step), 1)
+    for stored in sent:
+        traffic = receiver.intake.commit(stored.artifact_id, ACCOUNT, 7).record.traffic
+        assert traffic.control_bytes == 20 + len(stored.encoded) + stored.plan.count + 7
+        assert traffic.resent_bytes == 0
+
+
+@pytest.mark.parametrize("step", ["count", "put"])
+def test_a_chunk_that_is_being_written_is_not_cut_off(
+    receiver: Any, kv: Any, artifact: Callable[..., Any], model: LoadedModel, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    monkeypatch.setattr(limits, "MAX_PARTIALS", 1)
+    other = artifact(model, "A1", DOCUMENT)
+    receiver.intake.offer(kv.encoded)
+    works = getattr(Partial, step)
+
+    def meanwhile(self: Partial, *arguments: Any) -> Any:
+        with pytest.raises(BusyError) as caught:
+            receiver.intake.offer(other.encoded)
+        assert caught.value.retryable
+        return works(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Partial, step, meanwhile)
+        put_all(receiver, kv)
+    assert receiver.intake.offer(other.encoded).missing == ((0, other.plan.count),)
+    stored = receiver.intake.commit(kv.artifact_id, ACCOUNT, 1)
+    assert stored.payload_path.read_bytes() == kv.payload_path.read_bytes()
+    assert stored.record.traffic.control_bytes == kv.plan.count + 1
