@@ -128,7 +128,7 @@ def find_evidence(
     # Asked for the facts of nothing, a model makes some up.
     answer, run = Answer(NOTHING, (), "stop"), None
     if text.strip() and parameters.constraint == "passages":
-        check_room(reading, EVIDENCE_SYSTEM, task, ROOM_FOR_A_FACT)
+        check_room(reading, EVIDENCE_SYSTEM, task, ROOM_FOR_A_FACT, given=False)
         run = PassageByPassage(prompt, source, (yield from ranked_passages(text, question)), budget)
         if run.places:
             chain = Chain(reading.model.grammars, run.grammars())

@@ -46,7 +46,7 @@ def generate(reading: Reading, system: str, instruction: str, budget: int) -> Ge
     return _finish(reading, answer, budget)
 
 
-def check_room(reading: Reading, system: str, instruction: str, most: int) -> None:
+def check_room(reading: Reading, system: str, instruction: str, most: int, *, given: bool = True) -> None:
     """Refuse, before the document is read, what ``write`` would not have room for.
 
     Args:
@@ -54,13 +54,23 @@ def check_room(reading: Reading, system: str, instruction: str, most: int) -> No
         system: the system prompt.
         instruction: what is to be done.
         most: tokens to be written.
+        given: whether ``most`` is the request's budget; else nothing but a shorter document makes room.
 
     Raises:
-        ContextOverflowError: when document, instruction and ``most`` do not fit the context.
+        ContextOverflowError: when document, instruction and ``most`` do not fit the context; the field is what the
+            request can change.
     """
     prompt, limit = reading.model.prompt, reading.model.profile.context_length
     instructed = len(prompt.prefix("", system)) + len(prompt.task(instruction))
     room = limit - reading.tokens - instructed
+    if most > room and not given:
+        raise ContextOverflowError(
+            f"document: it takes {reading.tokens} tokens, and of the model's context of {limit} the instruction takes "
+            f"{instructed} and what is to be written {most}, which leaves {max(0, limit - instructed - most)}",
+            field="document",
+            value=reading.tokens,
+            limit=max(0, limit - instructed - most),
+        )
     if most > room:
         raise ContextOverflowError(
             f"budget: {most} tokens to write, but of the model's context of {limit} the document takes "

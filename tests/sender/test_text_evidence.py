@@ -313,11 +313,13 @@ def test_what_has_no_room_is_refused_before_anything_is_done(
     if spare < 0:
         monkeypatch.setattr(evidence_method, "ranked_passages", lambda *_: pytest.fail("it was ranked"))
         monkeypatch.setattr(LoadedModel, "prefill", lambda *_: pytest.fail("it was read"))
+        # Passage by passage no other budget would help.
+        named, value = ("document", model.prompt.count(TEXT)) if constraint == "passages" else ("budget", most)
         with pytest.raises(
-            ContextOverflowError, match=f"^budget: {most} tokens to write.* leaves {most - 1}$"
+            ContextOverflowError, match=rf"^{named}: .*\b{value} tokens.* leaves {value - 1}$"
         ) as caught:
             drain(found.make(shop.reading(TEXT), parameters))
-        assert caught.value.fields == {"field": "budget", "value": most, "limit": most - 1}
+        assert caught.value.fields == {"field": named, "value": value, "limit": value - 1}
     else:
         drain(found.make(shop.reading(TEXT), parameters))
         # Passage by passage only the context limits what is written.
