@@ -22,7 +22,7 @@ class SenderAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         prefill_tokens: tokens that the sender's model read when the artifact was made; 0 for text.
         dense_bf16_bytes: the document's dense bf16 cache: the yardstick of every ratio.
         prefill_ms, method_ms, encode_ms: spent when the artifact was made.
-        transfer_ms: from Offer to the last acknowledged chunk.
+        transfer_ms: from Offer to the last acknowledged chunk, over every attempt, without the pauses between them.
         fallback_reason: why this was sent in place of the cache that was asked for.
         auto: what was weighed, where the sender chose the method.
     """

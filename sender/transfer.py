@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 import msgspec
@@ -37,11 +38,18 @@ _LONGEST_PAUSE_SECONDS = 10.0
 # At Commit a receiver may read the payload again, and waits for its disk.
 _SLOWEST_BYTES_PER_SECOND = 50e6
 _PLAINTEXT = PeerSecurity()
+_Connected = Callable[[Address, PeerSecurity, float, Counting], AbstractAsyncContextManager[Carrier]]
 
 
 @dataclass
 class Delivery:
-    """What a transfer came to. ``traffic`` is None when the receiver had the artifact already."""
+    """What a transfer came to.
+
+    Attributes:
+        moved_bytes: chunk bytes that were acknowledged.
+        transfer_ms: connecting, Offer and Put of every attempt, failed ones included, without the pauses between them.
+        traffic: None when the receiver had the artifact already.
+    """
 
     moved_bytes: int = 0
     transfer_ms: float = 0.0
@@ -92,17 +100,25 @@ class Transfer:
                 return
 
     async def _attempt(self) -> AsyncGenerator[Progress, None]:
-        connected = tcp_transfer.connected if self._receiver.tcp else grpc_transfer.connected
-        start = time.perf_counter()
-        async with connected(self._receiver, self._security, self._seconds, self._metrics) as carrier:
-            yield Progress("offer", 0, len(self._stored.encoded))
-            missing = await self._offer(carrier)
-            if missing is None:
-                return
-            async with contextlib.aclosing(self._put(carrier, missing)) as steps:
-                async for progress in steps:
-                    yield progress
-            self.delivery.transfer_ms += (time.perf_counter() - start) * 1000
+        connected: _Connected = tcp_transfer.connected if self._receiver.tcp else grpc_transfer.connected
+        async with contextlib.AsyncExitStack() as connection:
+            start, is_there = time.perf_counter(), False
+            try:
+                carrier = await connection.enter_async_context(
+                    connected(self._receiver, self._security, self._seconds, self._metrics)
+                )
+                yield Progress("offer", 0, len(self._stored.encoded))
+                missing = await self._offer(carrier)
+                if missing is None:
+                    is_there = True
+                    return
+                async with contextlib.aclosing(self._put(carrier, missing)) as steps:
+                    async for progress in steps:
+                        yield progress
+            finally:
+                # An attempt that fails has taken its time as well.
+                if not is_there:
+                    self.delivery.transfer_ms += (time.perf_counter() - start) * 1000
             yield Progress("commit", 0, 1)
             await self._commit(carrier)
             yield Progress("commit", 1, 1)
