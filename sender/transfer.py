@@ -48,7 +48,7 @@ class Delivery:
     Attributes:
         moved_bytes: chunk bytes that were acknowledged.
         transfer_ms: connecting, Offer and Put of every attempt, failed ones included, without the pauses between them.
-        traffic: None when the receiver had the artifact already.
+        traffic: everything that crossed; None when the receiver had the artifact already.
     """
 
     moved_bytes: int = 0
@@ -76,6 +76,7 @@ class Transfer:
         self._metrics = metrics
         self._security = security
         self._chunks = Chunks(stored, metrics)
+        self._has_asked = False
         self.delivery = Delivery()
 
     async def run(self) -> AsyncGenerator[Progress, None]:
@@ -109,16 +110,17 @@ class Transfer:
                 )
                 yield Progress("offer", 0, len(self._stored.encoded))
                 missing = await self._offer(carrier)
-                if missing is None:
-                    is_there = True
-                    return
-                async with contextlib.aclosing(self._put(carrier, missing)) as steps:
+                is_there = missing is None
+                async with contextlib.aclosing(self._put(carrier, missing or [])) as steps:
                     async for progress in steps:
                         yield progress
             finally:
                 # An attempt that fails has taken its time as well.
                 if not is_there:
                     self.delivery.transfer_ms += (time.perf_counter() - start) * 1000
+            if is_there and not self._had_a_part:
+                return
+            # A second Commit brings the receipt that the first one lost, or that another transfer had.
             yield Progress("commit", 0, 1)
             await self._commit(carrier)
             yield Progress("commit", 1, 1)
@@ -173,12 +175,18 @@ class Transfer:
         payload = self._stored.manifest.payload
         account = msgspec.structs.replace(self._account, transfer_ms=self.delivery.transfer_ms)
         seconds = self._seconds + payload.length / _SLOWEST_BYTES_PER_SECOND
+        self._has_asked = True
         receipt = await carrier.commit(self._stored.artifact_id, to_json(account), seconds)
         if receipt.payload_digest != payload.digest:
             raise IntegrityError("payload: the receipt names another digest", field="payload_digest")
         self.delivery.traffic = Traffic(
             len(self._stored.encoded), payload.length, receipt.received_bytes, receipt.control_bytes
         )
+
+    @property
+    def _had_a_part(self) -> bool:
+        """Whether an earlier attempt moved something or asked for publication: then it was not there already."""
+        return self._has_asked or self.delivery.moved_bytes > 0
 
     def _is_overtaken(self, error: KvferryError) -> bool:
         """Whether another transfer may have committed the artifact at the receiver meanwhile; a new offer tells."""

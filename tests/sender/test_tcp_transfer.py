@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import pytest
 from kvferry.core import addresses, authority, channel, errors, tls
 from kvferry.core.addresses import Address
 from kvferry.core.admission import Admission
-from kvferry.core.ledger import SenderAccount, account_from_json
+from kvferry.core.ledger import SenderAccount, Traffic, account_from_json
 from kvferry.core.metrics import NodeMetrics, ReceiverMetrics, SenderMetrics
 from kvferry.core.progress import Progress
 from kvferry.core.store import ArtifactStore, Stored
@@ -163,7 +163,7 @@ class FakeWorker:
             assert kind == 5
             self.accounts.append(account_from_json(fields[1]))
             self.committing(number)
-            assert sorted(self.chunks) == list(range(self.count))
+            assert self.committed or sorted(self.chunks) == list(range(self.count))
             self.committed = True
             self.say(6, self.stored.artifact_id, self.stored.manifest.payload.digest, 12345, 678)
 
@@ -295,14 +295,19 @@ class TestBrokenConnections:
         assert time.perf_counter() - start < 5
         assert not road.worker.committed
 
-    async def test_a_lost_receipt_is_no_loss(self, road: Road) -> None:
-        def commit_and_vanish(_: int) -> None:
+    async def test_a_lost_receipt_is_no_loss(self, road: Road, stored: Stored) -> None:
+        def commit_and_vanish(number: int) -> None:
             road.worker.committed = True
-            raise HangUpError
+            if number <= 2:
+                raise HangUpError
 
         road.worker.committing = commit_and_vanish
         await road.drive()
-        assert (road.worker.offers, len(road.worker.accounts)) == (2, 1)
+        assert (road.worker.offers, len(road.worker.accounts)) == (3, 3)
+        delivery = road.transfer.delivery
+        assert delivery.moved_bytes == stored.manifest.payload.length
+        assert delivery.traffic == Traffic(len(stored.encoded), stored.manifest.payload.length, 12345, 678)
+        assert set(road.worker.accounts) == {msgspec.structs.replace(ACCOUNT, transfer_ms=delivery.transfer_ms)}
 
     async def test_nobody_there_is_unavailable_after_a_few_attempts(self, road: Road) -> None:
         with socket.socket() as reserved:
@@ -464,8 +469,9 @@ class TestErrors:
         self, road: Road, stage: str, error: errors.KvferryError
     ) -> None:
         def overtaken(*_: object) -> None:
-            road.worker.committed = True
-            road.worker.fail(error)
+            if not road.worker.committed:
+                road.worker.committed = True
+                road.worker.fail(error)
 
         setattr(road.worker, stage, overtaken)
         await road.drive()
@@ -638,6 +644,20 @@ async def send(
     return made, metrics
 
 
+@contextlib.asynccontextmanager
+async def serving(receiver: Real) -> AsyncIterator[Address]:
+    """Take artifacts in over gRPC for the block."""
+    server = grpc.aio.server(options=channel.server_options())
+    servicer: Any = type("Servicer", (IntakeServicer,), {"__abstractmethods__": frozenset()})
+    intake_service.register(servicer(receiver.intake, receiver.metrics), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield Address("127.0.0.1", port)
+    finally:
+        await server.stop(None)
+
+
 def counted(metrics: NodeMetrics, direction: str) -> dict[str, float]:
     kinds = ("manifest", "payload", "resent", "control")
     name = f"kvferry_{direction}_bytes_total"
@@ -696,17 +716,38 @@ class TestRealWorker:
         assert traffic.resent_bytes <= len(cuts) * 1100
         assert sum(counted(receiver.metrics, "received").values()) == proxy.up
 
+    @pytest.mark.parametrize("way", ["grpc", "tcp"])
+    async def test_a_receipt_that_was_lost_is_given_again_and_is_the_same(
+        self, stored: Stored, real: Callable[[str], Real], monkeypatch: pytest.MonkeyPatch, way: str
+    ) -> None:
+        receiver = real("receiver")
+        commit, calls = receiver.intake.commit, []
+
+        def commit_and_vanish(*arguments: Any) -> Stored:
+            calls.append(arguments)
+            published = commit(*arguments)
+            if len(calls) == 1:
+                raise errors.UnavailableError("gone")
+            return published
+
+        monkeypatch.setattr(receiver.intake, "commit", commit_and_vanish)
+        if way == "tcp":
+            made, _ = await send(stored, tcp(receiver.worker().address))
+        else:
+            async with serving(receiver) as address:
+                made, _ = await send(stored, address)
+        assert len(calls) == 2
+        record = receiver.store.get(stored.artifact_id).record
+        assert made.delivery.moved_bytes == stored.manifest.payload.length
+        assert made.delivery.traffic == record.traffic
+        assert record.account == msgspec.structs.replace(ACCOUNT, transfer_ms=made.delivery.transfer_ms)
+
     async def test_grpc_and_tcp_leave_the_same_behind(self, stored: Stored, real: Callable[[str], Real]) -> None:
         by_grpc, by_tcp = real("grpc"), real("tcp")
-        server = grpc.aio.server(options=channel.server_options())
-        servicer: Any = type("Servicer", (IntakeServicer,), {"__abstractmethods__": frozenset()})
-        intake_service.register(servicer(by_grpc.intake, by_grpc.metrics), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
         worker = by_tcp.worker()
-        one, _ = await send(stored, Address("127.0.0.1", port))
+        async with serving(by_grpc) as address:
+            one, _ = await send(stored, address)
         other, _ = await send(stored, tcp(worker.address))
-        await server.stop(None)
         worker.close(5.0)
         kept = [receiver.store.get(stored.artifact_id) for receiver in (by_grpc, by_tcp)]
         assert kept[0].encoded == kept[1].encoded == stored.encoded

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 
 from kvferry.core import addresses, errors, rpc, wire
+from kvferry.core.ledger import Traffic
 from kvferry.core.metrics import SenderMetrics
+from kvferry.core.progress import Progress
 from kvferry.core.store import Stored
 from kvferry.core.tls import PeerSecurity
 from kvferry.proto.v1 import receiver_service_pb2 as pb
@@ -139,22 +143,72 @@ async def test_an_artifact_that_another_transfer_committed_meanwhile_is_delivere
     road: Any, stage: str, error: errors.KvferryError
 ) -> None:
     async def overtaken(context: Any, *_: object) -> None:
-        road.receiver.committed = True
-        await rpc.abort(context, error)
+        if not road.receiver.committed:
+            road.receiver.committed = True
+            await rpc.abort(context, error)
 
     setattr(road.receiver, stage, overtaken)
     await road.drive()
     assert road.receiver.offers == 2
 
 
-async def test_a_lost_receipt_is_no_loss(road: Any) -> None:
-    async def commit_and_vanish(context: Any, _: int) -> None:
-        road.receiver.committed = True
+@pytest.mark.parametrize("index", [0, 7])
+async def test_a_send_that_was_overtaken_says_what_crossed_if_it_moved_any_of_it(road: Any, index: int) -> None:
+    async def overtaken(context: Any, _: int, at: int) -> None:
+        if at == index:
+            road.receiver.committed = True
+            await rpc.abort(context, errors.NotFoundError("artifact: not offered here"))
+
+    road.receiver.taking = overtaken
+    await road.drive()
+    delivery = road.transfer.delivery
+    assert (delivery.traffic is not None) is (delivery.moved_bytes > 0) is (index > 0)
+    assert len(road.receiver.accounts) == (index > 0)
+
+
+async def commit_and_vanish(receiver: Any, context: Any, number: int) -> None:
+    """Publish, and lose the first two receipts."""
+    receiver.committed = True
+    if number <= 2:
         await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
 
-    road.receiver.committing = commit_and_vanish
+
+async def test_a_lost_receipt_is_no_loss(road: Any, stored: Stored) -> None:
+    road.receiver.committing = functools.partial(commit_and_vanish, road.receiver)
     await road.drive()
-    assert (road.receiver.offers, len(road.receiver.accounts), len(road.receiver.puts)) == (2, 1, 1)
+    assert (road.receiver.offers, len(road.receiver.accounts), len(road.receiver.puts)) == (3, 3, 1)
+    delivery = road.transfer.delivery
+    assert delivery.moved_bytes == stored.manifest.payload.length
+    assert delivery.traffic == Traffic(len(stored.encoded), stored.manifest.payload.length, 12345, 678)
+    # Whichever of them the receiver kept, it is what the sender reports.
+    assert set(road.receiver.accounts) == {msgspec.structs.replace(road.account, transfer_ms=delivery.transfer_ms)}
+    assert road.progress[-1] == Progress("commit", 1, 1)
+
+
+async def test_a_lost_receipt_is_no_loss_where_only_the_commit_was_left(road: Any, stored: Stored) -> None:
+    road.receiver.chunks = {index: stored.read_chunk(index) for index in range(road.receiver.count)}
+    road.receiver.committing = functools.partial(commit_and_vanish, road.receiver)
+    await road.drive()
+    assert (len(road.receiver.accounts), road.receiver.puts) == (3, [])
+    assert road.transfer.delivery.moved_bytes == 0
+    assert road.transfer.delivery.traffic is not None
+
+
+async def test_an_artifact_that_is_gone_when_its_receipt_is_asked_for_is_sent_again(road: Any, stored: Stored) -> None:
+    async def drop(context: Any, number: int) -> None:
+        if number == 1:
+            road.receiver.committed = True
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+        if number == 2:
+            road.receiver.committed = False
+            road.receiver.chunks.clear()
+            await rpc.abort(context, errors.NotFoundError("artifact: not offered here"))
+
+    road.receiver.committing = drop
+    await road.drive()
+    assert [len(indices) for indices in road.receiver.puts] == [road.receiver.count] * 2
+    assert road.arrived() == stored.payload_path.read_bytes()
+    assert road.transfer.delivery.traffic is not None
 
 
 @pytest.mark.parametrize("stage", ["offering", "taking", "committing"])
