@@ -1,6 +1,7 @@
 """Carrying an artifact over the plain TCP worker: the same steps as over gRPC, in frames.
 
-Frames are sent and awaited in threads. Whoever gives up shuts the socket down, which ends them at once.
+Frames are sent and awaited in threads of the connection's own: asyncio's are few, and a receiver that says nothing
+would hold one of them for as long as it is waited for. Whoever gives up shuts the socket down, which ends them at once.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import os
 import socket
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TypeVar
 
 from kvferry.core import channel, frames, handshakes, reachability, request_ids, tls
@@ -46,28 +49,38 @@ async def connected(
     """
     channel.check_token(receiver, security)
     context = tls.client_context(security)
+    with _thread() as own:
+        try:
+            async with asyncio.timeout(seconds):
+                endpoint = await _dial(receiver, own)
+            if context is not None:
+                name = receiver.host.partition("%")[0]
+                endpoint = context.wrap_socket(endpoint, server_hostname=name, do_handshake_on_connect=False)
+        except (OSError, UnicodeError) as error:
+            raise _unreachable(receiver, error) from error
+        connection = frames.Connection(endpoint, seconds, peer=str(receiver))
+        try:
+            yield TcpCarrier(connection, own, receiver, metrics, security.token or "")
+        finally:
+            connection.close()
+
+
+@contextlib.contextmanager
+def _thread() -> Iterator[Executor]:
+    """Have a thread for the block; a system that is still looking a name up then is not waited for."""
+    own = ThreadPoolExecutor(1, thread_name_prefix="kvferry-tcp")
     try:
-        async with asyncio.timeout(seconds):
-            endpoint = await _dial(receiver)
-        if context is not None:
-            name = receiver.host.partition("%")[0]
-            endpoint = context.wrap_socket(endpoint, server_hostname=name, do_handshake_on_connect=False)
-    except (OSError, UnicodeError) as error:
-        raise _unreachable(receiver, error) from error
-    connection = frames.Connection(endpoint, seconds, peer=str(receiver))
-    try:
-        yield TcpCarrier(connection, receiver, metrics, security.token or "")
+        yield own
     finally:
-        connection.close()
+        own.shutdown(wait=False)
 
 
-async def _dial(receiver: Address) -> socket.socket:
+async def _dial(receiver: Address, own: Executor) -> socket.socket:
     """Return a socket that is connected to the first address of the receiver's that answers."""
     loop = asyncio.get_running_loop()
+    look_up = functools.partial(socket.getaddrinfo, receiver.host, receiver.port, type=socket.SOCK_STREAM)
     failed: OSError | None = None
-    for family, kind, protocol, _, place in await loop.getaddrinfo(
-        receiver.host, receiver.port, type=socket.SOCK_STREAM
-    ):
+    for family, kind, protocol, _, place in await loop.run_in_executor(own, look_up):
         with contextlib.ExitStack() as undo:
             endpoint = undo.enter_context(socket.socket(family, kind, protocol))
             endpoint.setblocking(False)  # noqa: FBT003
@@ -94,8 +107,11 @@ def _unreachable(receiver: Address, error: Exception) -> UnavailableError:
 class TcpCarrier:
     """A connection to a plain TCP worker; see ``Carrier``."""
 
-    def __init__(self, connection: frames.Connection, receiver: Address, metrics: Counting, token: str) -> None:
+    def __init__(
+        self, connection: frames.Connection, own: Executor, receiver: Address, metrics: Counting, token: str
+    ) -> None:
         self._connection = connection
+        self._own = own
         self._receiver = receiver
         self._metrics = metrics
         self._hello = frames.Hello(token, request_id=request_ids.current())
@@ -137,7 +153,7 @@ class TcpCarrier:
             if not is_done:
                 self._connection.shutdown()
             for thread in threads:
-                await asyncio.to_thread(thread.join)
+                await loop.run_in_executor(self._own, thread.join)
 
     async def commit(self, artifact_id: bytes, account_json: str, seconds: float) -> Receipt:
         """Ask for publication."""
@@ -146,8 +162,8 @@ class TcpCarrier:
         return Receipt(answer.payload_digest, answer.received_bytes, answer.control_bytes)
 
     async def _blocking(self, work: Callable[[], _Result]) -> _Result:
-        """Run in a thread, which ends when this is cancelled."""
-        running = asyncio.ensure_future(asyncio.to_thread(work))
+        """Run in the connection's thread, which ends when this is cancelled."""
+        running = asyncio.get_running_loop().run_in_executor(self._own, work)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:

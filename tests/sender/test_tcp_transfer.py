@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from kvferry.sender.transfer import ATTEMPTS, Transfer
 
 ACCOUNT = SenderAccount(10, 20, 1.0, 2.0, 3.0, 0.0)
 SECONDS = 10.0
+PROMPT_SECONDS = 3.0
 SECRET = "kvf_a-secret"  # noqa: S105
 VERSIONS = {"kvferry": "0", "device": "cpu"}
 
@@ -551,6 +553,82 @@ class TestGivingUp:
                 await road.drive()
             for one in waiting:
                 one.close()
+
+
+class TestThreads:
+    """asyncio's threads are few and everybody's: what waits for another machine must hold none of them."""
+
+    @pytest.fixture(autouse=True)
+    async def _one_thread(self) -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+
+    @contextlib.asynccontextmanager
+    async def driving(self, roads: list[Road], reached: list[threading.Event]) -> AsyncIterator[None]:
+        """Run the block once every transfer is where it waits; then give all of them up."""
+        tasks = [asyncio.create_task(road.drive()) for road in roads]
+        loop = asyncio.get_running_loop()
+        try:
+            with ThreadPoolExecutor(len(reached)) as own:
+                waits = [loop.run_in_executor(own, event.wait, PROMPT_SECONDS) for event in reached]
+                assert all(await asyncio.gather(*waits))
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    @pytest.mark.parametrize("stage", ["offering", "taking", "committing"])
+    async def test_receivers_that_say_nothing_hold_none(self, stored: Stored, stage: str) -> None:
+        workers = [FakeWorker(stored) for _ in range(3)]
+        reached = [threading.Event() for _ in workers]
+        for worker, event in zip(workers, reached, strict=True):
+
+            def hold(*_: object, worker: FakeWorker = worker, event: threading.Event = event) -> None:
+                event.set()
+                worker.wait_for_the_end()
+
+            setattr(worker, stage, hold)
+        async with self.driving([Road(stored, worker) for worker in workers], reached):
+            async with asyncio.timeout(PROMPT_SECONDS):
+                assert await asyncio.to_thread(lambda: "at once") == "at once"
+            assert not any(worker.ended.is_set() for worker in workers)
+        for worker in workers:
+            worker.close()
+
+    async def test_a_name_that_nobody_answers_for_holds_none(self, road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked, release = threading.Event(), threading.Event()
+
+        def hold(host: str, *_: object, **__: object) -> list[Any]:
+            asked.set()
+            release.wait(10)
+            raise socket.gaierror(socket.EAI_AGAIN, host)
+
+        monkeypatch.setattr(socket, "getaddrinfo", hold)
+        road.transfer._receiver = Address("far.invalid", 1, tcp=True)
+        try:
+            async with self.driving([road], [asked]), asyncio.timeout(PROMPT_SECONDS):
+                assert await asyncio.to_thread(lambda: "at once") == "at once"
+        finally:
+            release.set()
+
+    async def test_a_transfer_needs_none(self, road: Road, stored: Stored) -> None:
+        release = threading.Event()
+        held = asyncio.create_task(asyncio.to_thread(release.wait, 10))
+        await asyncio.sleep(0)
+        try:
+            async with asyncio.timeout(PROMPT_SECONDS):
+                await road.drive()
+        finally:
+            release.set()
+            await held
+        assert road.transfer.delivery.moved_bytes == stored.manifest.payload.length
+
+    async def test_they_end_with_the_connection(self, road: Road) -> None:
+        await road.drive()
+        left = [thread for thread in threading.enumerate() if thread.name.startswith("kvferry-tcp")]
+        for thread in left:
+            thread.join(PROMPT_SECONDS)
+        assert not any(thread.is_alive() for thread in left)
 
 
 class CountingProxy:
