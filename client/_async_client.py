@@ -102,7 +102,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections; calls in flight end with CancelledError. May be called twice."""
+        """Close the connections; calls in flight end with our CancelledError, not asyncio's. May be called twice."""
         self._guard.close()
         connection, self._connection = self._connection, None
         if connection is not None:

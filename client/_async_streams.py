@@ -12,7 +12,7 @@ import grpc
 from kvferry.client._responses import AnswerReader
 from kvferry.client._values import Answer, Piece
 from kvferry.core import rpc
-from kvferry.core.errors import CancelledError, DeadlineError
+from kvferry.core.errors import DeadlineError
 
 Message = TypeVar("Message")
 Call: TypeAlias = grpc.aio.UnaryStreamCall[Any, Message] | grpc.aio.StreamStreamCall[Any, Message]
@@ -60,6 +60,7 @@ async def read(
         idle_timeout: most seconds to wait for one message.
 
     Raises:
+        CancelledError: when the client is closed meanwhile.
         DeadlineError: when nothing comes for too long.
         KvferryError: when the call fails.
     """
@@ -83,18 +84,13 @@ async def read(
 
 async def _next(call: Call[Any], peer: str, method: str, idle_timeout: float) -> Any:
     try:
-        async with asyncio.timeout(idle_timeout):
-            return await call.read()
+        with rpc.cancellable(peer, method):
+            async with asyncio.timeout(idle_timeout):
+                return await call.read()
     except TimeoutError as error:
         raise DeadlineError(
             f"{peer}: nothing came from {method} for {idle_timeout:g} s", peer=peer, method=method
         ) from error
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        # The call was cancelled, not this task: the client was closed meanwhile.
-        raise CancelledError(f"{peer}: {method} was cancelled", peer=peer, method=method) from error
 
 
 class AsyncAnswerStream:

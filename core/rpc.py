@@ -6,6 +6,7 @@ the other end rebuilds the same exception. An unknown code, or none, becomes the
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
@@ -71,6 +72,28 @@ def translating(peer: str, method: str) -> Iterator[None]:
         raise from_rpc(error, peer, method) from error
 
 
+@contextlib.contextmanager
+def cancellable(peer: str, method: str) -> Iterator[None]:
+    """Turn the cancellation of a call that the block awaits into one of our errors, unless the task was cancelled.
+
+    grpc.aio has one exception for both: asyncio's, by which a task ends without a word.
+
+    Args:
+        peer: host:port, for the message.
+        method: the call's name, for the message.
+
+    Raises:
+        CancelledError: when the call ended because its channel was closed meanwhile.
+    """
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise errors.CancelledError(f"{peer}: {method} was cancelled", peer=peer, method=method) from error
+
+
 async def answer(call: Awaitable[Message | None], peer: str, method: str) -> Message:
     """Return what a call of grpc.aio without a stream brings.
 
@@ -81,9 +104,10 @@ async def answer(call: Awaitable[Message | None], peer: str, method: str) -> Mes
 
     Raises:
         PeerError: when what came is no message of ours.
+        CancelledError: when its channel is closed meanwhile.
         KvferryError: when the call fails.
     """
-    with translating(peer, method):
+    with translating(peer, method), cancellable(peer, method):
         message = await call
     return parsed(message, peer, method)
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,80 @@ async def test_closing_ends_what_is_in_flight_without_cancelling_the_task(daemon
         await reading
 
 
+CALLS: dict[str, Callable[[AsyncClient], Any]] = {
+    "artifacts": lambda kv: kv.artifacts(),
+    "drop": lambda kv: kv.drop("ab" * 32),
+    "drop, by a prefix": lambda kv: kv.drop("ab" * 4),
+    "ask, by a prefix": lambda kv: kv.ask("ab" * 4, "Which?"),
+    "ask_many, by a prefix": lambda kv: kv.ask_many("ab" * 4, ["Which?"]),
+    "methods": lambda kv: kv.methods(),
+    "describe_sender": lambda kv: kv.describe_sender(),
+    "describe_receiver": lambda kv: kv.describe_receiver(),
+    "fetch_spans": lambda kv: kv.fetch_spans("ab" * 32, [(0, 5)]),
+    "ask": lambda kv: kv.ask("ab" * 32, "Which?"),
+    "ask_many": lambda kv: kv.ask_many("ab" * 32, ["Which?", "And who?"]),
+    "send": lambda kv: kv.send(text="x"),
+}
+
+
+class Held:
+    """Holds every call at the daemons until it is let go."""
+
+    def __init__(self, daemons: Any) -> None:
+        self.reached, self.released = threading.Event(), threading.Event()
+        daemons.receiver.before = daemons.sender.before = self.hold
+        daemons.receiver.script = daemons.sender.script = self.hold
+
+    def hold(self, *_: object) -> Any:
+        self.reached.set()
+        self.released.wait(10)
+        return iter(())
+
+
+@pytest.fixture
+def held(daemons: Any) -> Iterator[Held]:
+    made = Held(daemons)
+    yield made
+    made.released.set()
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+async def test_closing_ends_every_call_without_cancelling_its_task(
+    daemons: Any, held: Held, call: Callable[[AsyncClient], Any]
+) -> None:
+    client = AsyncClient(sender=daemons.address, receiver=daemons.address)
+    calling = asyncio.ensure_future(call(client))
+    assert await asyncio.to_thread(held.reached.wait, 5)
+    await client.close()
+    with pytest.raises(CancelledError, match=f"^{daemons.address}: [A-Z][A-Za-z]+ was cancelled$"):
+        await calling
+    assert not calling.cancelled()
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+async def test_a_task_that_is_cancelled_stays_cancelled(
+    daemons: Any, held: Held, call: Callable[[AsyncClient], Any]
+) -> None:
+    async with AsyncClient(sender=daemons.address, receiver=daemons.address) as client:
+        calling = asyncio.ensure_future(call(client))
+        assert await asyncio.to_thread(held.reached.wait, 5)
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        assert calling.cancelled()
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_closing_ends_every_blocking_call(daemons: Any, held: Held, call: Callable[[Any], Any]) -> None:
+    client = Client(sender=daemons.address, receiver=daemons.address)
+    with ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(call, client)
+        assert held.reached.wait(5)
+        client.close()
+        with pytest.raises(CancelledError):
+            calling.result(5)
+
+
 async def test_a_cancelled_task_cancels_its_call(daemons: Any, fakes: Any) -> None:
     daemons.receiver.script = daemons.receiver.endless
     async with AsyncClient(receiver=daemons.address) as client:
@@ -141,12 +215,15 @@ async def test_a_cancelled_task_cancels_its_call(daemons: Any, fakes: Any) -> No
         assert await asyncio.to_thread(daemons.receiver.ended.acquire, timeout=5)
 
 
-async def test_asyncio_timeouts_work_around_a_call(daemons: Any, fakes: Any) -> None:
-    daemons.receiver.script = daemons.receiver.endless
-    async with AsyncClient(receiver=daemons.address) as client:
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+async def test_asyncio_timeouts_work_around_every_call(
+    daemons: Any, held: Held, call: Callable[[AsyncClient], Any]
+) -> None:
+    async with AsyncClient(sender=daemons.address, receiver=daemons.address) as client:
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.1):
-                await client.ask(fakes.ARTIFACT.hex(), "Which?")
+            async with asyncio.timeout(0.05):
+                await call(client)
+        assert not held.released.is_set()
 
 
 def test_given_channels_are_used_and_left_open(daemons: Any, nobody: str) -> None:
