@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from kvferry.core import json_records
 from kvferry.core.choice import AutoChoice
+from kvferry.core.manifest import Scalar
 
 # An account comes from another machine, and its numbers go into sums, ratios and metrics.
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -153,6 +154,8 @@ class Ledger(msgspec.Struct, frozen=True):
     ``wire_bytes`` is what crossed for the artifact, and for this answer's look-ups.
 
     ``request_id`` is that of the question's call; the logs of the answer carry it.
+
+    ``outcome`` is what became of the method on the document, as the manifest says it.
     """
 
     artifact_id: str
@@ -180,6 +183,7 @@ class Ledger(msgspec.Struct, frozen=True):
     runtime: dict[str, str]
     request_id: str = ""
     auto: AutoAccount | None = None
+    outcome: dict[str, Scalar] = {}
 
 
 def auto_account(account: SenderAccount, verify_ms: float, first_token_ms: float | None) -> AutoAccount | None:

@@ -31,6 +31,8 @@ Form = Literal["text", "evidence", "references", "kv"]
 Consume = Literal["inject", "prefill", "prefill_once", "look_up"]
 Dtype = Literal["U8", "I32", "U32", "F16", "BF16", "F32"]
 Scalar = int | float | str | bool | None
+OUTCOME = "outcome."
+"""Begins the names of a method's parameters that say what became of it on the document."""
 Item = TypeVar("Item")
 # Of whatever else there are more, a limit of its own is checked elsewhere; this one bounds what a reader builds.
 Many = Annotated[tuple[Item, ...], Meta(max_length=limits.MAX_SECTIONS)]
@@ -150,6 +152,11 @@ class Method(_Group, frozen=True):
     params: Annotated[dict[str, Scalar], Meta(max_length=limits.MAX_PARAMETERS)]
     seed: Count | None
     calibration: Many[Digest]
+
+    @property
+    def outcome(self) -> dict[str, Scalar]:
+        """What became of the method on the document."""
+        return {name.removeprefix(OUTCOME): value for name, value in self.params.items() if name.startswith(OUTCOME)}
 
 
 class Mapper(_Group, frozen=True):

@@ -258,6 +258,7 @@ class Answerer:
             runtime=self._versions,
             request_id=account.request_id,
             auto=auto_account(sender, stored.record.verify_ms, account.first_token_ms),
+            outcome=manifest.method.outcome,
         )
 
 

@@ -21,6 +21,7 @@ from kvferry.core.files import write_atomic
 from kvferry.core.ledger import SenderAccount
 from kvferry.core.manifest import (
     MANIFEST_VERSION,
+    OUTCOME,
     Consume,
     Encoding,
     Form,
@@ -248,7 +249,7 @@ def _method_group(request: _Request, material: Material, profile: Profile) -> Me
     if "tokens" in found:
         # A receiver with another tokenizer counts a budget differently.
         found["tokenizer"] = profile.tokenizer.vocab.hex()
-    outcome = {f"outcome.{name}": value for name, value in found.items()}
+    outcome = {f"{OUTCOME}{name}": value for name, value in found.items()}
     return MethodGroup(
         id=info.id,
         label=info.label,  # type: ignore[arg-type]  # the schema refuses any other word

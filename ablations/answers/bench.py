@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.ablations.answers.figures import OUTCOME, AnswerFigures
+from kvferry.ablations.answers.figures import AnswerFigures
 from kvferry.ablations.answers.grid import AnswerCell, AnswerGrid
 from kvferry.ablations.answers.questions import Examined
 from kvferry.ablations.harness import runner
@@ -26,10 +26,9 @@ from kvferry.ablations.harness.runner import Advance, LostError
 from kvferry.ablations.harness.settings import Setting, checked
 from kvferry.cli import processes
 from kvferry.client import Answer, Client, SendReport
-from kvferry.core import stored
 from kvferry.core.errors import KvferryError, UnavailableError
 from kvferry.core.ledger import Ledger
-from kvferry.core.manifest import Scalar
+from kvferry.core.manifest import OUTCOME, Scalar
 from kvferry.core.wire import MethodInfo
 from kvferry.engine import model_store
 from kvferry.sender import registry
@@ -79,7 +78,7 @@ def open_bench(name: str) -> Iterator[AnswerBench]:
         processes.pair(name, Path(folder)) as (sender, receiver),
         Client(sender=sender, receiver=receiver) as client,
     ):
-        yield AnswerBench(client, Path(folder, "sender"))
+        yield AnswerBench(client)
 
 
 @dataclass(frozen=True)
@@ -95,15 +94,9 @@ class _Sent:
 class AnswerBench:
     """Sends documents and asks questions, one message at a time."""
 
-    def __init__(self, client: Client, store: Path) -> None:
-        """Begin.
-
-        Args:
-            client: of both daemons.
-            store: the sender's, where it keeps what it makes.
-        """
+    def __init__(self, client: Client) -> None:
+        """Begin; ``client`` is of both daemons."""
         self._client = client
-        self._store = store
         self._sent: _Sent | None = None
         self._asked = False
 
@@ -129,7 +122,9 @@ class AnswerBench:
             raise
         figures = _figures(info, report, answer, first_ask=not self._asked)
         self._asked = True
-        return msgspec.structs.asdict(figures) | self._outcome(report)
+        return msgspec.structs.asdict(figures) | {
+            f"{OUTCOME}{name}": value for name, value in answer.ledger.outcome.items()
+        }
 
     def _check_daemons(self) -> None:
         try:
@@ -163,11 +158,6 @@ class AnswerBench:
             with contextlib.suppress(KvferryError):
                 self._client.drop(self._sent.result)
         self._sent = None
-
-    def _outcome(self, report: SendReport) -> dict[str, Scalar]:
-        artifact = bytes.fromhex(report.artifact_id)
-        manifest = stored.read(self._store / "artifacts" / report.artifact_id, artifact).manifest
-        return {name: value for name, value in manifest.method.params.items() if name.startswith(OUTCOME)}
 
 
 def _figures(info: MethodInfo, report: SendReport, answer: Answer, *, first_ask: bool) -> AnswerFigures:

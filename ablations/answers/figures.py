@@ -6,14 +6,11 @@ import msgspec
 
 from kvferry.ablations.harness.records import Record
 from kvferry.core.errors import StoreError
-from kvferry.core.manifest import Scalar
-
-OUTCOME = "outcome."
-"""Begins the names of what became of the rule on the document, in a manifest and in a record."""
+from kvferry.core.manifest import OUTCOME, Scalar
 
 
 class AnswerFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a finished cell found. Beside these a record's figures hold the ``outcome.*`` of the artifact's manifest.
+    """What a finished cell found. Beside these a record's figures hold the ledger's ``outcome``, as ``outcome.*``.
 
     Attributes:
         artifact: id of what the answer was given from, in hexadecimal.

@@ -40,12 +40,12 @@ class Ends:
     def useless(self, stored: Stored) -> str:
         """Return why a text or evidence that was made is of no use; "" when it is, and for a cache."""
         manifest = stored.manifest
-        outcome = manifest.method.params
-        if manifest.form == "evidence" and not outcome.get("outcome.confirmed"):
-            facts = outcome.get("outcome.facts", 0)
+        outcome = manifest.method.outcome
+        if manifest.form == "evidence" and not outcome.get("confirmed"):
+            facts = outcome.get("facts", 0)
             return f"the document confirms none of the {facts} facts that the sender's model wrote"
         # What a method was expected to make at most may have been too little.
-        tokens = outcome.get("outcome.tokens")
+        tokens = outcome.get("tokens")
         reasons = self._overflow(self.text.around_tokens + tokens) if isinstance(tokens, int) else ()
         return "; ".join(map(str, reasons))
 

@@ -27,7 +27,6 @@ from kvferry.core.errors import (
     InvalidRequestError,
     ModelError,
     PeerError,
-    StoreError,
     UnavailableError,
     UnknownMethodError,
     error_classes,
@@ -66,6 +65,7 @@ def ledger(artifact: str, **changes: Any) -> Ledger:
         "prompt_version": 1,
         "system": "",
         "runtime": {},
+        "outcome": {"facts": 3, "complete": True},
     }
     return Ledger(**(given | changes))
 
@@ -121,18 +121,10 @@ class FakeClient:
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that nobody edits a file between two runs, that every model is there, and what manifests say."""
+    """Pretend that nobody edits a file between two runs, that every model is there."""
     origin = Provenance("abc", "a processor", 2, "cpu", "Linux", {"kvferry": "1"})
-    params = {"budget": 0.25, "outcome.facts": 3, "outcome.complete": True}
-    manifest = SimpleNamespace(method=SimpleNamespace(params=params))
     monkeypatch.setattr(provenance, "here", lambda: origin)
-    monkeypatch.setattr(answers.stored, "read", lambda path, identity: read(path, identity, manifest))
     monkeypatch.setattr(answers.model_store, "resolve", lambda name: missing(name) if name == "none" else name)
-
-
-def read(path: Path, identity: bytes, manifest: Any) -> Any:
-    assert path == Path("store", "artifacts", identity.hex())
-    return SimpleNamespace(manifest=manifest)
 
 
 def missing(name: str) -> None:
@@ -152,7 +144,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, client: FakeClient) -> list[str]:
     @contextlib.contextmanager
     def open_bench(name: str) -> Iterator[AnswerBench]:
         started.append(name)
-        yield AnswerBench(client, Path("store"))  # type: ignore[arg-type]
+        yield AnswerBench(client)  # type: ignore[arg-type]
 
     monkeypatch.setattr(answers, "open_bench", open_bench)
     return started
@@ -281,18 +273,6 @@ def test_an_unknown_method_stops_the_run_before_anything_starts(
         run(Setting("A1"), models=("m", "none"))
     assert opened == []
     assert not (tmp_path / "records.jsonl").exists()
-
-
-def test_a_manifest_that_cannot_be_read_fails_its_answer_only(
-    run: Callable[..., list[Record]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unreadable(path: Path, identity: bytes) -> None:
-        raise StoreError(f"artifact {identity.hex()}: gone")
-
-    monkeypatch.setattr(answers.stored, "read", unreadable)
-    records = run(Setting("A1"), documents=(PIER,))
-    assert records[0].failure is not None
-    assert records[0].failure.code == "STORE"
 
 
 def test_models_take_turns_and_progress_goes_forward_to_the_end(

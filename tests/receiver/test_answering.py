@@ -291,6 +291,22 @@ def test_a_substitute_that_came_without_an_account_says_what_it_is(
     assert ledger.fallback_reason == "sent in place of B1; why, the artifact does not say"
 
 
+def test_the_ledger_says_what_became_of_the_method(
+    bench: Callable[..., Any], artifact: Callable[..., Any], model: LoadedModel
+) -> None:
+    receiver = bench(model)
+    stored = receiver.take(artifact(model, "A3", DOCUMENT, budget=60))
+    _, ledger = receiver.ask(stored, QUESTIONS[0], 1)
+    params = stored.manifest.method.params
+    assert ledger.outcome == {
+        name.removeprefix("outcome."): value for name, value in params.items() if name.startswith("outcome.")
+    }
+    assert set(ledger.outcome) >= {"tokens", "tokenizer", "sentences"}
+    assert params["budget"] == 60
+    assert receiver.ask(receiver.take(artifact(model, "B1", DOCUMENT)), QUESTIONS[0], 1)[1].outcome == {}
+    assert ledger_from_json(to_json(ledger)) == ledger
+
+
 def test_times_are_in_order(bench: Callable[..., Any], artifact: Callable[..., Any], model: LoadedModel) -> None:
     receiver = bench(model)
     _, ledger = receiver.ask(receiver.take(artifact(model, "A1", DOCUMENT)), QUESTIONS[0], 20)

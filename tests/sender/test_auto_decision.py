@@ -171,8 +171,7 @@ def test_of_a_very_long_document_only_what_has_an_end_of_its_own_fits(profile: P
 
 
 def stored(form: str, **outcome: Any) -> Any:
-    params = {f"outcome.{name}": value for name, value in outcome.items()}
-    return SimpleNamespace(manifest=SimpleNamespace(form=form, method=SimpleNamespace(params=params)))
+    return SimpleNamespace(manifest=SimpleNamespace(form=form, method=SimpleNamespace(outcome=outcome)))
 
 
 def test_what_was_made_and_is_of_no_use_says_why(profile: Profile, node: NodeInfo) -> None:
