@@ -104,7 +104,7 @@ def test_extracts(
 
 
 @pytest.mark.parametrize("method", ["A4", "A4-aware"])
-@pytest.mark.parametrize("name", ["chinese", "emoji", "empty", "blank", "one word", "one character"])
+@pytest.mark.parametrize("name", ["contract", "arabic", "japanese", "chinese", "emoji", *MADE])
 def test_summaries(
     workshop: Callable[..., Any], model: LoadedModel, documents: dict[str, str], name: str, method: str
 ) -> None:
