@@ -35,9 +35,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         tokens: file of the tokens that are accepted; "" asks for none.
         token_file: file of the token that this daemon shows to its peer.
         max_calls: calls that may run at the same time.
-        store: directory of artifacts; "" is the user's data directory.
-        max_store_bytes: disk budget of the store; the least recently used artifacts go first. 0 is no limit.
-        ttl_seconds: how long an artifact stays without being used. 0 is for ever.
+        store: directory of artifacts, and of the sender's documents; "" is the user's data directory.
+        max_store_bytes: disk budget of the store; what was not used for longest goes first. 0 is no limit.
+        ttl_seconds: how long an artifact or a document stays without being used. 0 is for ever.
         durable: whether an artifact is on disk, not only in the system's memory, before it counts as there.
         prefill_chunk: tokens a forward pass; both ends should agree.
         cache_bytes: memory for caches that are kept at hand.

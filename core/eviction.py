@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 
 from kvferry.core.errors import NotFoundError, StoreError
-from kvferry.core.retention import Retention
+from kvferry.core.retention import Key, Retention
 from kvferry.core.store_directory import StoreDirectory
 
 
@@ -14,11 +14,11 @@ class Eviction:
     """Does what ``Retention`` decides. Not thread-safe: the store holds its lock.
 
     Attributes:
-        count: how many artifacts went since it opened.
+        count: how many artifacts went since it opened; files beside them do not count.
     """
 
-    def __init__(self, directory: StoreDirectory, retention: Retention, drop: Callable[[bytes], None]) -> None:
-        """Evict by ``drop``, which removes one artifact, files and all."""
+    def __init__(self, directory: StoreDirectory, retention: Retention, drop: Callable[[Key], None]) -> None:
+        """Evict by ``drop``, which removes one artifact, files and all, or one file beside them."""
         self._directory = directory
         self._retention = retention
         self._drop = drop
@@ -26,13 +26,13 @@ class Eviction:
 
     def sweep(self) -> None:
         """Drop what has expired; what the disk keeps is tried again later."""
-        for artifact_id in self._retention.expired():
+        for key in self._retention.expired():
             # It must not stop answers from the rest.
             with contextlib.suppress(StoreError):
-                self._drop_all([artifact_id])
+                self._drop_all([key])
 
     def make_room(self, needed: int, to_write: int = 0) -> None:
-        """Drop the least recently used artifacts until ``needed`` more bytes fit.
+        """Drop what was not used for longest until ``needed`` more bytes fit.
 
         Args:
             needed: bytes of the budget.
@@ -49,9 +49,9 @@ class Eviction:
             self._directory.check_room(to_write, victims)
         self._drop_all(victims)
 
-    def _drop_all(self, artifact_ids: Iterable[bytes]) -> None:
-        for artifact_id in artifact_ids:
+    def _drop_all(self, keys: Iterable[Key]) -> None:
+        for key in keys:
             # Somebody may have removed the files by hand.
             with contextlib.suppress(NotFoundError):
-                self._drop(artifact_id)
-                self.count += 1
+                self._drop(key)
+                self.count += isinstance(key, bytes)

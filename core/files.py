@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from pathlib import Path
+
+_RANDOM_BYTES = 6
+_UNFINISHED = re.compile(rf"\..+\.[0-9a-f]{{{2 * _RANDOM_BYTES}}}")
 
 
 def fsync_directory(path: Path) -> None:
@@ -27,7 +31,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o666) -> None:
     Raises:
         OSError: when the disk refuses; ``path`` is then unchanged.
     """
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(_RANDOM_BYTES)}")
     try:
         with open(aside, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
@@ -37,3 +41,14 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o666) -> None:
     finally:
         aside.unlink(missing_ok=True)
     fsync_directory(path.parent)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a process that ended within ``write_atomic`` left in a folder where nobody writes now.
+
+    Raises:
+        OSError: when the disk refuses.
+    """
+    for path in folder.iterdir():
+        if _UNFINISHED.fullmatch(path.name):
+            path.unlink(missing_ok=True)

@@ -25,7 +25,6 @@ from kvferry.core.store_directory import disk_bytes
 from kvferry.core.stored import Stored
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-STORE_AREAS = ("artifacts", "partial", "quarantine")
 OTHER = "other"
 _MAX_LABEL_VALUES = 64
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9_.-]{1,32}")
@@ -117,7 +116,7 @@ class NodeMetrics:
         ):
             self.registry.register(_Read(name, text, read))
         space = self.gauge("kvferry_store_bytes", "Disk space of the store.", ("area",))
-        for area in STORE_AREAS:
+        for area in store.areas:
             space.labels(area).set_function(partial(disk_bytes, store.root / area))
 
     def received(self, kind: str, count: int) -> None:

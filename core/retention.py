@@ -7,8 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvferry.core.errors import TooLargeError
+
+Key = bytes | Path
+"""An artifact's id, or the path of a file that lies beside the artifacts."""
 
 
 @dataclass
@@ -18,7 +22,7 @@ class _Entry:
 
 
 class Retention:
-    """Sizes and last uses by artifact id. Not thread-safe: the store holds its lock.
+    """Sizes and last uses of artifacts, and of files beside them. Not thread-safe: the store holds its lock.
 
     Ages are counted on a monotonic clock, so that a wall clock that jumps expires nothing.
     """
@@ -28,47 +32,47 @@ class Retention:
         self._budget = budget
         self._ttl = ttl_seconds
         self._clock = clock
-        self._entries: dict[bytes, _Entry] = {}
-        self._pins: Counter[bytes] = Counter()
+        self._entries: dict[Key, _Entry] = {}
+        self._pins: Counter[Key] = Counter()
 
     @property
     def total(self) -> int:
         """Bytes kept."""
         return sum(entry.size for entry in self._entries.values())
 
-    def add(self, artifact_id: bytes, size: int, idle_seconds: float = 0.0) -> None:
-        """Count an artifact that was last used ``idle_seconds`` ago."""
-        self._entries[artifact_id] = _Entry(size, self._clock() - max(idle_seconds, 0.0))
+    def add(self, key: Key, size: int, idle_seconds: float = 0.0) -> None:
+        """Count what was last used ``idle_seconds`` ago."""
+        self._entries[key] = _Entry(size, self._clock() - max(idle_seconds, 0.0))
 
-    def touch(self, artifact_id: bytes) -> None:
-        """Note that an artifact is used now."""
-        entry = self._entries.get(artifact_id)
+    def touch(self, key: Key) -> None:
+        """Note that something is used now."""
+        entry = self._entries.get(key)
         if entry is not None:
             entry.used_at = self._clock()
 
-    def remove(self, artifact_id: bytes) -> None:
-        """Forget an artifact."""
-        self._entries.pop(artifact_id, None)
+    def remove(self, key: Key) -> None:
+        """Forget something."""
+        self._entries.pop(key, None)
 
     @contextlib.contextmanager
-    def pinned(self, artifact_id: bytes) -> Iterator[None]:
-        """Keep an artifact from eviction and expiry for the block."""
-        self._pins[artifact_id] += 1
+    def pinned(self, key: Key) -> Iterator[None]:
+        """Keep something from eviction and expiry for the block."""
+        self._pins[key] += 1
         try:
             yield
         finally:
-            self._pins[artifact_id] -= 1
-            if not self._pins[artifact_id]:
-                del self._pins[artifact_id]
+            self._pins[key] -= 1
+            if not self._pins[key]:
+                del self._pins[key]
 
-    def expired(self) -> list[bytes]:
+    def expired(self) -> list[Key]:
         """Return what has not been used for longer than the time to live, oldest first."""
         if not self._ttl:
             return []
         oldest = self._clock() - self._ttl
-        return [artifact_id for artifact_id in self._by_age() if self._entries[artifact_id].used_at < oldest]
+        return [key for key in self._by_age() if self._entries[key].used_at < oldest]
 
-    def victims(self, needed: int) -> list[bytes]:
+    def victims(self, needed: int) -> list[Key]:
         """Return what must go, least recently used first, so that ``needed`` more bytes fit.
 
         Raises:
@@ -76,15 +80,15 @@ class Retention:
         """
         if not self._budget:
             return []
-        chosen: list[bytes] = []
+        chosen: list[Key] = []
         excess = self.total + needed - self._budget
-        for artifact_id in self._by_age():
+        for key in self._by_age():
             if excess <= 0:
                 break
-            chosen.append(artifact_id)
-            excess -= self._entries[artifact_id].size
+            chosen.append(key)
+            excess -= self._entries[key].size
         if excess > 0:
-            held = self.total - sum(self._entries[artifact_id].size for artifact_id in chosen)
+            held = self.total - sum(self._entries[key].size for key in chosen)
             raise TooLargeError(
                 f"store: {needed} bytes do not fit: {held} are in use and the budget is {self._budget}",
                 field="max_store_bytes",
@@ -94,6 +98,6 @@ class Retention:
             )
         return chosen
 
-    def _by_age(self) -> list[bytes]:
-        free = (artifact_id for artifact_id in self._entries if artifact_id not in self._pins)
-        return sorted(free, key=lambda artifact_id: self._entries[artifact_id].used_at)
+    def _by_age(self) -> list[Key]:
+        free = (key for key in self._entries if key not in self._pins)
+        return sorted(free, key=lambda key: self._entries[key].used_at)

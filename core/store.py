@@ -20,8 +20,9 @@ from kvferry.core.ownership import Ownership
 from kvferry.core.partial import Partial
 from kvferry.core.publishing import Describe, Publisher
 from kvferry.core.quarantine import Quarantine
-from kvferry.core.retention import Retention
-from kvferry.core.store_directory import ARTIFACTS, StoreDirectory
+from kvferry.core.retention import Key, Retention
+from kvferry.core.store_directory import AREAS, ARTIFACTS, StoreDirectory
+from kvferry.core.store_files import StoreFiles, remove_file
 from kvferry.core.store_recovery import recover
 from kvferry.core.stored import RECORD_FILE, Stored
 from kvferry.core.tokens import Token
@@ -39,8 +40,9 @@ class ArtifactStore:
 
         Args:
             root: the directory.
-            budget: most bytes kept; the least recently used artifacts go first. 0 is no limit.
-            ttl_seconds: how long an artifact stays without being used. 0 is for ever.
+            budget: most bytes kept, in artifacts and files beside them; what was not used for longest goes first. 0 is
+                no limit.
+            ttl_seconds: how long either stays without being used. 0 is for ever.
             durable: whether Commit waits for the disk. Without it a payload is in the system's memory when Commit
                 answers: it survives this process, and not a loss of power.
 
@@ -51,8 +53,9 @@ class ArtifactStore:
         self._lock = threading.RLock()
         self._ownership = Ownership()
         self._retention = Retention(budget, ttl_seconds)
+        self._areas = list(AREAS)
         self._directory = StoreDirectory(root)
-        self._eviction = Eviction(self._directory, self._retention, self.drop)
+        self._eviction = Eviction(self._directory, self._retention, self._let_go)
         self._quarantine = Quarantine(self._directory)
         self._assemblies = Assemblies(
             self._directory, self._ownership, self._retention, self._eviction, durable=durable
@@ -64,6 +67,11 @@ class ArtifactStore:
             undo.pop_all()
 
     @property
+    def areas(self) -> tuple[str, ...]:
+        """The folders that hold what is kept."""
+        return tuple(self._areas)
+
+    @property
     def evictions(self) -> int:
         """How many artifacts went for want of room or of use since it opened."""
         return self._eviction.count
@@ -72,6 +80,21 @@ class ArtifactStore:
     def quarantines(self) -> int:
         """How many artifacts were put aside since it opened."""
         return self._quarantine.count
+
+    def files(self, name: str, suffix: str = "") -> StoreFiles:
+        """Open a folder of files beside the artifacts, which shares the budget and the time to live.
+
+        Args:
+            name: of the folder, and of nothing else in the store.
+            suffix: of every file.
+
+        Raises:
+            StoreError: when the disk refuses.
+        """
+        opened = StoreFiles(self.root / name, suffix, self._lock, self._retention, self._eviction)
+        if name not in self._areas:
+            self._areas.append(name)
+        return opened
 
     def close(self) -> None:
         """Release every file and the lock."""
@@ -271,3 +294,10 @@ class ArtifactStore:
             self._retention.remove(artifact_id)
         if not found:
             raise NotFoundError(f"artifact {artifact_id.hex()}: not here", artifact=artifact_id.hex())
+
+    def _let_go(self, key: Key) -> None:
+        if isinstance(key, bytes):
+            self.drop(key)
+        else:
+            remove_file(key)
+            self._retention.remove(key)

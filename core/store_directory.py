@@ -5,6 +5,7 @@ ROOT/artifacts/<id>/manifest.msgpack, payload.safetensors, record.json
 ROOT/partial/<id>/…        on their way in
 ROOT/quarantine/<id>/…     put aside, with reason.txt
 ROOT/aside/…               being written; emptied at start
+ROOT/<name>/<digest>…      files beside the artifacts, where a daemon keeps some
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from pathlib import Path
 from kvferry.core import stored
 from kvferry.core.digests import DIGEST_BYTES
 from kvferry.core.errors import StoreError
+from kvferry.core.retention import Key
 
 ARTIFACTS, PARTIAL, QUARANTINE = "artifacts", "partial", "quarantine"
-_KEPT = (ARTIFACTS, PARTIAL, QUARANTINE)
+AREAS = (ARTIFACTS, PARTIAL, QUARANTINE)
 _ASIDE = "aside"
 _BLOCK_BYTES = 512
 _ID_NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
@@ -40,7 +42,7 @@ class StoreDirectory:
         """
         self.root = root
         with self.errors():
-            for folder in (*_KEPT, _ASIDE):
+            for folder in (*AREAS, _ASIDE):
                 (root / folder).mkdir(parents=True, exist_ok=True)
             self._lock_file = (root / "lock").open("a")
         try:
@@ -67,7 +69,7 @@ class StoreDirectory:
 
     def size(self, artifact_id: bytes) -> int:
         """Return the bytes of all copies with this id: one may be on its way in while another is put aside."""
-        return sum(stored.size(self.path(folder, artifact_id)) for folder in _KEPT)
+        return sum(stored.size(self.path(folder, artifact_id)) for folder in AREAS)
 
     def remove(self, artifact_id: bytes) -> bool:
         """Remove all copies with this id. Return whether there was one.
@@ -78,7 +80,7 @@ class StoreDirectory:
         aside = self.aside()
         found = False
         with self.errors():
-            for folder in _KEPT:
+            for folder in AREAS:
                 path = self.path(folder, artifact_id)
                 if path.exists():
                     found = True
@@ -99,8 +101,8 @@ class StoreDirectory:
         shutil.rmtree(self.root / _ASIDE)
         (self.root / _ASIDE).mkdir()
 
-    def check_room(self, length: int, victims: Iterable[bytes] = ()) -> None:
-        """Check that the disk has room for a payload, or will have once these artifacts are gone.
+    def check_room(self, length: int, victims: Iterable[Key] = ()) -> None:
+        """Check that the disk has room for a payload, or will have once these artifacts and files are gone.
 
         Raises:
             StoreError: when it has not.
@@ -110,7 +112,7 @@ class StoreDirectory:
         if free >= length:
             return
         # What they declare is no measure: an artifact on its way in is a file with holes.
-        given_back = sum(disk_bytes(self.path(folder, victim)) for victim in victims for folder in _KEPT)
+        given_back = sum(disk_bytes(path) for victim in victims for path in self._places(victim))
         if free + given_back < length:
             evicting = f", {given_back} more after evicting" if given_back else ""
             raise StoreError(
@@ -118,6 +120,9 @@ class StoreDirectory:
                 value=length,
                 limit=free + given_back,
             )
+
+    def _places(self, key: Key) -> list[Path]:
+        return [key] if isinstance(key, Path) else [self.path(folder, key) for folder in AREAS]
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
@@ -128,11 +133,11 @@ class StoreDirectory:
             raise StoreError(f"store {self.root}: {error.strerror or error}", path=str(self.root)) from error
 
 
-def disk_bytes(folder: Path) -> int:
-    """Return allocated bytes, as ``du`` does: an artifact on its way in is a file with holes."""
+def disk_bytes(path: Path) -> int:
+    """Return allocated bytes of a file or a folder, as ``du`` does: an artifact on its way in is a file with holes."""
+    inside = (Path(parent, name) for parent, _, names in os.walk(path) for name in names)
     total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                total += Path(parent, name).stat().st_blocks * _BLOCK_BYTES
+    for file in [path] if path.is_file() else inside:
+        with contextlib.suppress(FileNotFoundError):
+            total += file.stat().st_blocks * _BLOCK_BYTES
     return total

@@ -15,9 +15,8 @@ import msgspec
 from kvferry.core import json_records
 from kvferry.core.compat import Profile
 from kvferry.core.digests import digest
-from kvferry.core.errors import NotFoundError, StoreError
+from kvferry.core.errors import NotFoundError, StoreError, TooLargeError
 from kvferry.core.evidence import References
-from kvferry.core.files import write_atomic
 from kvferry.core.ledger import SenderAccount
 from kvferry.core.manifest import (
     MANIFEST_VERSION,
@@ -67,11 +66,8 @@ class ArtifactMaker:
         self._store = store
         self._chunk_bytes = chunk_bytes
         self._runtime = Runtime(versions["kvferry"], versions["mlx"], versions["mlx_lm"], versions["device"])
-        self._memo = store.root / "made"
-        try:
-            self._memo.mkdir(exist_ok=True)
-        except OSError as error:
-            raise StoreError(f"store {store.root}: {error.strerror}", path=str(store.root)) from error
+        self._notes = store.files("made")
+        self._remove_stale()
 
     def make(
         self, method: Method[Any], reading: Reading, parameters: msgspec.Struct, fallback_for: str = ""
@@ -89,8 +85,8 @@ class ArtifactMaker:
             KvferryError: whatever the method, the model or the store refuses.
         """
         request = _Request(method, reading, parameters, fallback_for)
-        memo = self._memo_path(request)
-        found = self._find(memo)
+        key = self._request_key(request)
+        found = self._find(key)
         if found is not None:
             return found
         making = Stopwatch()
@@ -107,9 +103,10 @@ class ArtifactMaker:
             encode_ms=encode_ms,
             transfer_ms=0.0,
         )
-        # The note only saves making it again.
-        with contextlib.suppress(OSError):
-            write_atomic(memo, msgspec.json.encode({"artifact": stored.artifact_id.hex(), "account": account}))
+        note = msgspec.json.encode(_Note(stored.artifact_id.hex(), account))
+        # The note only saves making it again: it must not take the artifact's place.
+        with self._store.pinned(stored.artifact_id), contextlib.suppress(StoreError, TooLargeError):
+            self._notes.write(key, note)
         yield Progress("encode", 1, 1)
         return Artifact(stored, account, reused=False)
 
@@ -117,21 +114,31 @@ class ArtifactMaker:
         self, method: Method[Any], reading: Reading, parameters: msgspec.Struct, fallback_for: str = ""
     ) -> Artifact | None:
         """Return what ``make`` would find rather than make; None if it would make it."""
-        return self._find(self._memo_path(_Request(method, reading, parameters, fallback_for)))
+        return self._find(self._request_key(_Request(method, reading, parameters, fallback_for)))
 
-    def _memo_path(self, request: _Request) -> Path:
-        return self._memo / self._request_key(request).hex()
-
-    def _find(self, memo: Path) -> Artifact | None:
+    def _find(self, key: bytes) -> Artifact | None:
         try:
-            entry = json_records.decode(memo.read_bytes(), _Memo)
+            with self._notes.in_use(key) as path:
+                entry = _read_note(path)
             artifact_id = bytes.fromhex(entry.artifact)
-            # What was evicted, or put aside as damaged, is made anew.
-            if not self._store.holds(artifact_id):
-                return None
-            return Artifact(self._store.get(artifact_id), entry.account, reused=True)
+            if self._store.holds(artifact_id):
+                return Artifact(self._store.get(artifact_id), entry.account, reused=True)
         except (OSError, NotFoundError, msgspec.MsgspecError, ValueError):
             return None
+        # What was evicted, or put aside as damaged, is made anew.
+        self._notes.remove(key)
+        return None
+
+    def _remove_stale(self) -> None:
+        """Remove the notes that an earlier process left of artifacts that are gone."""
+        there = {artifact_id.hex() for artifact_id in self._store.ids()}
+        for key in self._notes.digests():
+            try:
+                stale = _read_note(self._notes.path(key)).artifact not in there
+            except (OSError, msgspec.MsgspecError):
+                stale = True
+            if stale:
+                self._notes.remove(key)
 
     def _request_key(self, request: _Request) -> bytes:
         profile, method, reading = self._model.profile, request.method, request.reading
@@ -206,9 +213,13 @@ class ArtifactMaker:
         }
 
 
-class _Memo(msgspec.Struct, frozen=True):
+class _Note(msgspec.Struct, frozen=True):
     artifact: str
     account: SenderAccount
+
+
+def _read_note(path: Path) -> _Note:
+    return json_records.decode(path.read_bytes(), _Note)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import grpc
 
 from kvferry.core import logs, ports, security, serving
-from kvferry.core.config import SenderConfig, store_path
+from kvferry.core.config import SenderConfig
 from kvferry.core.metrics import SenderMetrics
 from kvferry.engine import node
 from kvferry.engine.node import Node
@@ -46,7 +46,7 @@ def _parts(config: SenderConfig, opened: Node, metrics: SenderMetrics) -> Sender
         model=opened.model,
         store=opened.store,
         maker=ArtifactMaker(opened.model, opened.store, config.chunk_bytes, opened.versions),
-        documents=DocumentStore(store_path(config) / "documents"),
+        documents=DocumentStore(opened.store),
         residency=opened.residency,
         worker=opened.worker,
         versions=opened.versions,

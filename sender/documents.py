@@ -2,56 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvferry.core import limits
 from kvferry.core.digests import digest
 from kvferry.core.errors import InvalidRequestError, NotFoundError, StoreError, TooLargeError
-from kvferry.core.files import write_atomic
+from kvferry.core.store import ArtifactStore
 from kvferry.sender.text_cache import TextCache
 
 CACHE_BYTES = 64 * limits.MIB
-_OWN_FOLDER, _OWN_FILE, _OTHERS = 0o700, 0o600, 0o077
+_FOLDER, _SUFFIX = "documents", ".txt"
 
 
 class DocumentStore:
-    """A directory of UTF-8 texts that only their owner can read."""
+    """UTF-8 texts that only their owner can read. They share the store's budget and its time to live."""
 
-    def __init__(self, root: Path, cache_bytes: int = CACHE_BYTES) -> None:
-        """Open a directory, or make it.
+    def __init__(self, store: ArtifactStore, cache_bytes: int = CACHE_BYTES) -> None:
+        """Open the documents of a store.
 
         Args:
-            root: the directory.
+            store: where they lie, beside the artifacts.
             cache_bytes: memory for the texts that were just looked up.
 
         Raises:
             StoreError: when the disk refuses.
         """
-        self._root = root
+        self._files = store.files(_FOLDER, _SUFFIX)
         self._cache = TextCache(cache_bytes)
-        try:
-            root.mkdir(mode=_OWN_FOLDER, parents=True, exist_ok=True)
-            # One that was made by hand, or before texts were kept from others.
-            if stat.S_IMODE(root.stat().st_mode) & _OTHERS:
-                root.chmod(_OWN_FOLDER)
-        except OSError as error:
-            raise StoreError(f"store {root}: {error.strerror}", path=str(root)) from error
 
-    def keep(self, text: bytes) -> None:
-        """Store a text once; a damaged copy is mended.
+    @contextlib.contextmanager
+    def kept(self, text: bytes) -> Iterator[None]:
+        """Store a text once, and keep it from eviction for the block; a damaged copy is mended.
 
         Raises:
+            TooLargeError: when it does not fit the store's budget.
             StoreError: when the disk refuses.
         """
-        path = self._root / f"{digest(text).hex()}.txt"
-        try:
-            if not path.exists() or path.read_bytes() != text:
-                write_atomic(path, text, _OWN_FILE)
-        except OSError as error:
-            raise StoreError(f"store {self._root}: {error.strerror}", path=str(self._root)) from error
+        document = digest(text)
+        with self._files.in_use(document) as path:
+            try:
+                whole = path.read_bytes() == text
+            except FileNotFoundError:
+                whole = False
+            except OSError as error:
+                raise StoreError(f"store {path.parent}: {error.strerror}", path=str(path.parent)) from error
+            if not whole:
+                self._files.write(document, text)
+            # The block may be long, and so may the text.
+            del text
+            yield
 
     def spans(self, document: bytes, spans: Sequence[tuple[int, int]], max_bytes: int = 0) -> list[str]:
         """Return passages.
@@ -62,7 +64,7 @@ class DocumentStore:
             max_bytes: stop before the passage with which all would take more UTF-8; 0 returns every passage.
 
         Raises:
-            NotFoundError: when the document was never read here.
+            NotFoundError: when the document was never read here, or is no longer kept.
             InvalidRequestError: when a span is not inside the document.
             TooLargeError: when the passages together exceed the limit.
         """
@@ -70,7 +72,8 @@ class DocumentStore:
             raise TooLargeError(
                 f"spans: {len(spans)}, at most {limits.MAX_SPANS} a call", value=len(spans), limit=limits.MAX_SPANS
             )
-        text = self._read(document)
+        with self._files.in_use(document) as path:
+            text = self._read(document, path)
         for start, end in spans:
             if not 0 <= start <= end <= len(text):
                 raise InvalidRequestError(
@@ -96,9 +99,8 @@ class DocumentStore:
                 )
         return passages
 
-    def _read(self, document: bytes) -> str:
+    def _read(self, document: bytes, path: Path) -> str:
         """Return a text that was verified since its file last changed."""
-        path = self._root / f"{document.hex()}.txt"
         try:
             text = self._cache.get(document, _stamp(path.stat()))
             if text is not None:
@@ -106,7 +108,9 @@ class DocumentStore:
             with path.open("rb") as file:
                 stamp, data = _stamp(os.fstat(file.fileno())), file.read()
         except FileNotFoundError as error:
-            raise NotFoundError(f"document {document.hex()}: not read here", document=document.hex()) from error
+            raise NotFoundError(
+                f"document {document.hex()}: not read here, or no longer kept", document=document.hex()
+            ) from error
         except OSError as error:
             raise StoreError(f"document {document.hex()}: {error.strerror}", document=document.hex()) from error
         if digest(data) != document:

@@ -13,6 +13,7 @@ from kvferry.core import addresses, limits, rpc, security, wire
 from kvferry.core.digests import Hasher
 from kvferry.core.errors import InvalidRequestError, TooLargeError, TransferError, UnknownMethodError
 from kvferry.core.manifest import Scalar
+from kvferry.core.threads import off_loop
 from kvferry.engine.prompt import DEFAULT_SYSTEM
 from kvferry.proto.v1 import sender_service_pb2 as pb
 from kvferry.sender import registry
@@ -69,10 +70,12 @@ class SenderServicer(SpanServicer):
         configured = addresses.parse_receiver(parts.config.receiver, "receiver")
         # Read anew for every send, so that a token can be replaced while the daemon runs.
         reached = security.for_peer(parts.config, receiver, configured)
-        await asyncio.to_thread(parts.documents.keep, text.encode("utf-8"))
         system = start.system if start.HasField("system") else DEFAULT_SYSTEM
         reading = partial(Reading, parts.model, parts.residency, text, system, start.question or None)
-        async with contextlib.aclosing(steps(Send(reading, receiver, reached))) as responses:
+        async with (
+            off_loop(parts.documents.kept(text.encode("utf-8"))),
+            contextlib.aclosing(steps(Send(reading, receiver, reached))) as responses,
+        ):
             async for response in responses:
                 yield response
 

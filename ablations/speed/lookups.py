@@ -6,6 +6,7 @@ All servers run in one process of their own, and take turns; a row is the median
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import statistics
 import tempfile
@@ -28,6 +29,7 @@ from kvferry.core.digests import digest
 from kvferry.core.metrics import SenderMetrics
 from kvferry.core.request_ids import RequestIdInterceptor
 from kvferry.core.rpc_metrics import MetricsInterceptor
+from kvferry.core.store import ArtifactStore
 from kvferry.proto.v1 import sender_service_pb2 as pb
 from kvferry.proto.v1 import sender_service_pb2_grpc as pb_grpc
 from kvferry.receiver import lookups
@@ -150,18 +152,18 @@ def _serve(folder: Path, text: str, response: bytes, control: Connection) -> Non
 
 
 async def _serve_all(folder: Path, text: str, response: bytes, control: Connection) -> None:
-    servers = [_bare(response)]
-    for cache_bytes in (CACHE_BYTES, 0):
-        documents = DocumentStore(folder, cache_bytes)
-        documents.keep(text.encode("utf-8"))
-        servers.append(_sender(documents))
-    ports = [server.add_insecure_port(f"{_LOOPBACK}:0") for server in servers]
-    for server in servers:
-        await server.start()
-    control.send(ports)
-    await asyncio.to_thread(control.recv)
-    for server in servers:
-        await server.stop(0)
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(contextlib.closing(ArtifactStore(folder)))
+        at_hand, from_disk = (DocumentStore(store, cache_bytes) for cache_bytes in (CACHE_BYTES, 0))
+        stack.enter_context(at_hand.kept(text.encode("utf-8")))
+        servers = [_bare(response), _sender(at_hand), _sender(from_disk)]
+        ports = [server.add_insecure_port(f"{_LOOPBACK}:0") for server in servers]
+        for server in servers:
+            await server.start()
+        control.send(ports)
+        await asyncio.to_thread(control.recv)
+        for server in servers:
+            await server.stop(0)
 
 
 def _sender(documents: DocumentStore) -> grpc.aio.Server:

@@ -404,6 +404,29 @@ def test_a_document_that_the_sender_has_not_read(sender: Any, ferry: Callable[..
     assert pair.ask(fallback=True).ledger.fallback is None
 
 
+def test_a_document_that_the_sender_let_go(
+    here: Callable[..., Any], tiny_model_dir: Callable[..., Path], ferry: Callable[..., Ferry], tmp_path: Path
+) -> None:
+    sender = here("sender", tiny_model_dir(), max_store_bytes=20_000)
+    pair = ferry(sender.address)
+    pair.client.send(text=DOCUMENT, method="A1")
+    file = tmp_path / "sender" / "documents" / f"{digest(DOCUMENT.encode()).hex()}.txt"
+    for number in range(30):
+        # What answers need is used all the time, and stays.
+        assert pair.ask().ledger.lookups.count == 2
+        pair.client.send(text=f"{number}. {FILLER * 4}", method="A1")
+    assert file.exists()
+    for number in range(30, 60):
+        pair.client.send(text=f"{number}. {FILLER * 4}", method="A1")
+    assert not file.exists()
+    with pytest.raises(LookUpError, match="not read here, or no longer kept") as caught:
+        pair.ask()
+    failed(caught.value, sender.address, "NOT_FOUND")
+    assert not caught.value.retryable
+    pair.client.send(text=DOCUMENT, method="A1")
+    assert pair.ask().ledger.lookups.count == 2
+
+
 def test_a_receiver_in_the_place_of_a_sender(knowing: Ferry, peers: Callable[..., Any]) -> None:
     driver, address = peers(receiver=knowing.receiver.address), knowing.receiver.address
     with pytest.raises(LookUpError) as caught:

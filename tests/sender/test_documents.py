@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 from kvferry.core import limits
 from kvferry.core.digests import digest
 from kvferry.core.errors import InvalidRequestError, NotFoundError, StoreError, TooLargeError
+from kvferry.core.store import ArtifactStore
 from kvferry.sender import documents
 from kvferry.sender.documents import DocumentStore
 
@@ -21,13 +25,26 @@ TEXT = f"Tür 門 {FAMILY} e\u0301 \u202eabc\n🚢"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> DocumentStore:
-    return DocumentStore(tmp_path / "documents")
+def opened(tmp_path: Path) -> Iterator[Callable[..., DocumentStore]]:
+    """Return a factory of documents on one store directory; opening it again closes it first."""
+    with contextlib.ExitStack() as stack:
+
+        def build(cache_bytes: int = documents.CACHE_BYTES, **options: Any) -> DocumentStore:
+            stack.close()
+            store = stack.enter_context(contextlib.closing(ArtifactStore(tmp_path, **options)))
+            return DocumentStore(store, cache_bytes)
+
+        yield build
+
+
+@pytest.fixture
+def store(opened: Callable[..., DocumentStore]) -> DocumentStore:
+    return opened()
 
 
 def keep(store: DocumentStore, text: str) -> bytes:
-    store.keep(text.encode())
-    return digest(text.encode())
+    with store.kept(text.encode()):
+        return digest(text.encode())
 
 
 @pytest.mark.parametrize(
@@ -63,7 +80,7 @@ def test_a_span_outside_the_document_is_refused_with_the_limit(store: DocumentSt
 
 
 def test_a_document_that_was_never_read_here_is_not_found(store: DocumentStore) -> None:
-    with pytest.raises(NotFoundError, match=f"document {'07' * 32}: not read here"):
+    with pytest.raises(NotFoundError, match=f"document {'07' * 32}: not read here, or no longer kept"):
         store.spans(b"\x07" * 32, [(0, 1)])
 
 
@@ -77,15 +94,17 @@ def test_a_damaged_text_is_never_quoted(store: DocumentStore, tmp_path: Path, da
         store.spans(key, [(0, 1)])
 
 
-def test_others_on_the_machine_cannot_read_what_is_kept(tmp_path: Path) -> None:
-    before = os.umask(0o022)
+@pytest.mark.parametrize("mode", [None, 0o755])
+def test_others_on_the_machine_cannot_read_what_is_kept(
+    opened: Callable[..., DocumentStore], tmp_path: Path, mode: int | None
+) -> None:
+    root, before = tmp_path / "documents", os.umask(0o022)
     try:
-        for root in (tmp_path / "new", tmp_path / "older"):
-            if root.name == "older":
-                root.mkdir(mode=0o755)
-            key = keep(DocumentStore(root), TEXT)
-            assert stat.S_IMODE(root.stat().st_mode) == 0o700
-            assert stat.S_IMODE((root / f"{key.hex()}.txt").stat().st_mode) == 0o600
+        if mode is not None:
+            root.mkdir(mode=mode)
+        key = keep(opened(), TEXT)
+        assert stat.S_IMODE(root.stat().st_mode) == 0o700
+        assert stat.S_IMODE((root / f"{key.hex()}.txt").stat().st_mode) == 0o600
     finally:
         os.umask(before)
 
@@ -99,9 +118,70 @@ def test_keeping_a_document_twice_writes_it_once(store: DocumentStore, tmp_path:
     assert file.read_bytes() == TEXT.encode()
 
 
-def test_documents_survive_a_restart(store: DocumentStore, tmp_path: Path) -> None:
-    key = keep(store, TEXT)
-    assert DocumentStore(tmp_path / "documents").spans(key, [(4, 5)]) == ["門"]
+def test_documents_survive_a_restart(opened: Callable[..., DocumentStore]) -> None:
+    key = keep(opened(), TEXT)
+    assert opened().spans(key, [(4, 5)]) == ["門"]
+
+
+def test_a_document_in_the_middle_of_a_send_stays_and_what_was_looked_up_goes_last(
+    opened: Callable[..., DocumentStore],
+) -> None:
+    store = opened(budget=250)
+    first, second, third = ("ä" * 50, "ö" * 50, "ü" * 50)
+    with store.kept(first.encode()):
+        keep(store, second)
+        keep(store, third)
+        with pytest.raises(NotFoundError, match="no longer kept"):
+            store.spans(digest(second.encode()), [(0, 1)])
+    assert store.spans(digest(first.encode()), [(0, 2)]) == ["ää"]
+    keep(store, second)
+    with pytest.raises(NotFoundError):
+        store.spans(digest(third.encode()), [(0, 1)])
+    # From memory or from the disk, a look-up is a use.
+    assert store.spans(digest(first.encode()), [(0, 2)]) == ["ää"]
+    keep(store, third)
+    assert store.spans(digest(first.encode()), [(0, 2)]) == ["ää"]
+
+
+def test_a_document_is_not_let_go_while_its_passages_are_read(
+    opened: Callable[..., DocumentStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(budget=150)
+    document = keep(store, "ä" * 50)
+
+    def meanwhile(data: bytes) -> bytes:
+        if data == b"b" * 100:
+            return digest(data)
+        with pytest.raises(TooLargeError, match="100 are in use and the budget is 150"):
+            keep(store, "b" * 100)
+        return digest(data)
+
+    monkeypatch.setattr(documents, "digest", meanwhile)
+    assert store.spans(document, [(0, 1)]) == ["ä"]
+    keep(store, "b" * 100)
+    with pytest.raises(NotFoundError):
+        store.spans(document, [(0, 1)])
+
+
+def test_a_document_larger_than_the_store_is_refused(opened: Callable[..., DocumentStore], tmp_path: Path) -> None:
+    store = opened(budget=100)
+    with pytest.raises(TooLargeError, match="^store: 102 bytes do not fit: 0 are in use and the budget is 100$"):
+        keep(store, "ä" * 51)
+    assert list((tmp_path / "documents").iterdir()) == []
+
+
+def test_a_document_that_expired_is_kept_anew_by_the_next_send(
+    opened: Callable[..., DocumentStore], tmp_path: Path
+) -> None:
+    document = keep(opened(), TEXT)
+    file = tmp_path / "documents" / f"{document.hex()}.txt"
+    os.utime(file, (1.0, 1.0))
+    store = opened(ttl_seconds=60)
+    with pytest.raises(NotFoundError):
+        store.spans(document, [(0, 3)])
+    assert not file.exists()
+    keep(store, TEXT)
+    assert store.spans(document, [(0, 3)]) == ["Tür"]
 
 
 def test_too_many_spans_are_refused(store: DocumentStore) -> None:
@@ -156,14 +236,17 @@ def test_a_text_that_was_looked_up_is_at_hand_until_its_file_changes(store: Docu
 
 
 def test_a_text_at_hand_is_not_read_again(
-    store: DocumentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Callable[..., DocumentStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    document, uncached = keep(store, TEXT), DocumentStore(tmp_path / "documents", cache_bytes=0)
+    document = keep(opened(), TEXT)
     verified: list[int] = []
     monkeypatch.setattr(documents, "digest", lambda data: verified.append(len(data)) or digest(data))
-    for _ in range(3):
-        assert store.spans(document, [(0, 3)]) == uncached.spans(document, [(0, 3)]) == ["Tür"]
-    assert len(verified) == 1 + 3
+    for cache_bytes, times in ((documents.CACHE_BYTES, 1), (0, 3)):
+        store = opened(cache_bytes)
+        for _ in range(3):
+            assert store.spans(document, [(0, 3)]) == ["Tür"]
+        assert len(verified) == times
+        verified.clear()
 
 
 def test_passages_are_limited_by_their_bytes_not_their_characters(store: DocumentStore) -> None:
@@ -175,10 +258,10 @@ def test_passages_are_limited_by_their_bytes_not_their_characters(store: Documen
         store.spans(key, [(0, fits), (fits, fits + 2)])
 
 
-def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="file/documents"):
-        DocumentStore(tmp_path / "file" / "documents")
+def test_a_folder_that_cannot_be_made_is_one_clear_error(opened: Callable[..., DocumentStore], tmp_path: Path) -> None:
+    (tmp_path / "documents").write_text("")
+    with pytest.raises(StoreError, match="/documents"):
+        opened()
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])

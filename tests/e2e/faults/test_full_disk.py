@@ -18,12 +18,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.core import errors
+from kvferry.core import errors, store_files
 from kvferry.core.ledger import ledger_from_json
 from kvferry.core.store import Stored
 from kvferry.engine.model import LoadedModel
 from kvferry.proto.v1 import receiver_service_pb2 as pb
-from kvferry.sender import artifacts
 
 DOCUMENT = "The access code of the north warehouse is 4417. Who keeps the keys? " * 2
 QUESTION = "What is the access code?"
@@ -200,10 +199,14 @@ def test_a_sender_that_cannot_note_what_it_made_sends_it_all_the_same(
     tiny_model_dir: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    write = store_files.write_atomic
 
-    monkeypatch.setattr(artifacts, "write_atomic", refuse)
+    def refuse_notes(path: Path, *given: Any) -> None:
+        if path.parent.name == "made":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, *given)
+
+    monkeypatch.setattr(store_files, "write_atomic", refuse_notes)
     driver = peers(here("sender", tiny_model_dir()).address, here("receiver", tiny_model_dir()).address)
     first, second = driver.send(DOCUMENT), driver.send(DOCUMENT)
     # Made twice, and the same both times.
