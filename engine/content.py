@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 
 from kvferry.core.errors import ModelError
+from kvferry.engine import token_reach
 
 
 class ContentEncoder:
@@ -34,6 +35,7 @@ class ContentEncoder:
         state["truncation"] = None
         state["padding"] = None
         self._plain = Tokenizer.from_str(json.dumps(state))
+        self._reach = token_reach.measure(state, self._forbidden)
 
     @property
     def forbidden(self) -> frozenset[int]:
@@ -55,6 +57,10 @@ class ContentEncoder:
             ModelError: as ``encode``.
         """
         return sum(len(encoding) for _, encoding in self._encodings(text))
+
+    def least(self, text: str) -> int:
+        """Return a number of ids that ``encode`` gives at least, without encoding: 0 where nothing is proved."""
+        return self._reach.least_tokens(text) if self._reach else 0
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """Return the code points of ``text`` that every one of its tokens stands for, as half-open ranges.

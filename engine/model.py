@@ -141,6 +141,14 @@ class LoadedModel:
                 limit=self.profile.context_length,
             )
 
+    def check_length(self, *contents: str) -> None:
+        """Refuse, before they are encoded, contents of one prompt that certainly do not fit the context.
+
+        Raises:
+            ContextOverflowError: naming their characters and the limit.
+        """
+        self.prompt.check_length(self.profile.context_length, *contents)
+
 
 def load(
     source: str,

@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 
 from kvferry.core import container
 from kvferry.core.digests import digest
-from kvferry.core.errors import ModelError
+from kvferry.core.errors import ContextOverflowError, ModelError
 from kvferry.core.evidence import Evidence
 from kvferry.engine.content import ContentEncoder
 
@@ -179,6 +179,24 @@ class PromptBuilder:
     def count(self, material: str) -> int:
         """Return how many tokens of a prompt the material takes."""
         return self._content.count(material)
+
+    def check_length(self, context_length: int, *contents: str) -> None:
+        """Refuse, before they are encoded, contents that certainly leave no room in a context: encoding takes its time.
+
+        What passes may still not fit.
+
+        Raises:
+            ContextOverflowError: naming their characters and the limit.
+        """
+        least = sum(map(self._content.least, contents))
+        # One token of an answer at least.
+        if least + 1 > context_length:
+            raise ContextOverflowError(
+                f"context: {sum(map(len, contents))} characters are {least} tokens at least, the model takes "
+                f"{context_length}",
+                value=least,
+                limit=context_length,
+            )
 
     def offsets(self, material: str) -> list[tuple[int, int]]:
         """Return the half-open ranges of code points that the material's tokens in a prompt stand for."""

@@ -182,6 +182,7 @@ class Answerer:
     def _read(self, stored: Stored, message: Message | None) -> Generator[int, None, Preparation]:
         start = time.perf_counter()
         message = message or reconstruct.message(stored.manifest, stored.sections)
+        self._model.check_length(message.text, message.system)
         prompt = self._model.prompt
         ids = prompt.prefix(message.text, message.system, message.kind)
         # The material may be long, and is encoded once.

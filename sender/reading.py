@@ -75,6 +75,16 @@ class Reading:
         """The manifest's description of the ids."""
         return Prefix(len(self.ids), digest(ids_to_bytes(self.ids)))
 
+    def check_length(self) -> None:
+        """Refuse, before it is encoded, a text that certainly does not fit the context of the sender's model.
+
+        For methods whose model reads all of it. Others may work on a text of any length.
+
+        Raises:
+            ContextOverflowError: naming its characters and the limit.
+        """
+        self.model.check_length(self.text)
+
     def prefill(self) -> Generator[Progress, None, PrefixCache]:
         """Return the dense cache of the prefix, read now or kept from before.
 
@@ -85,6 +95,7 @@ class Reading:
         problem = self.model.profile.unsupported
         if problem:
             raise ModelError(f"model: {self.model.profile.model.id}: its cache cannot be sent: {problem}")
+        self.check_length()
         yield Progress("tokenise", 0, len(self.text))
         return (yield from self._kept(self.ids, self.prefix.ids))
 

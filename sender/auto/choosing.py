@@ -34,7 +34,7 @@ from kvferry.sender import link, registry
 from kvferry.sender.auto import candidates
 from kvferry.sender.auto.candidates import FORMS, Candidate
 from kvferry.sender.auto.decision import Decision
-from kvferry.sender.auto.estimates import QUESTION_TOKENS, Conditions, Text, estimate
+from kvferry.sender.auto.estimates import QUESTION_TOKENS, Conditions, Text, estimate, holds_everything
 from kvferry.sender.auto.fitting import Ends
 from kvferry.sender.link import Survey
 from kvferry.sender.parity import PROBE_QUESTION
@@ -91,6 +91,7 @@ class Choosing:
 
         Raises:
             RefusedError: when nothing that the bound allows can be used.
+            ContextOverflowError: when that is certain of the document's length alone.
             KvferryError: whatever fails for another reason than the form.
         """
         yield progress_response(Progress("tokenise", 0, len(send.reading.text)))
@@ -143,6 +144,8 @@ class Choosing:
         model = parts.model
         found = await link.survey(send.receiver, send.security, parts.config.rpc_seconds, parts.links, parts.metrics)
         decision = Decision(quality, found, model.speed.prefill_tokens_per_second)
+        if all(map(holds_everything, candidates.allowed(quality))):
+            _check_length(reading, found)
         zstd_bytes, zstd_ms = await asyncio.to_thread(_compressed, reading.text)
         text = await parts.worker.run(partial(_measured, reading, zstd_bytes, zstd_ms))
         ends = Ends(model.profile, found.node, text)
@@ -201,6 +204,17 @@ def _is_size(error: KvferryError) -> bool:
     return bool(reasons) and all(
         reason.code == ReasonCode.TOO_LARGE and reason.field.startswith(_PAYLOAD) for reason in reasons
     )
+
+
+def _check_length(reading: Reading, found: Survey) -> None:
+    """Refuse, before it is encoded, a document that certainly does not fit the receiver's context.
+
+    Raises:
+        ContextOverflowError: naming its characters and the limit.
+    """
+    # Another tokenizer may make fewer tokens of the same text.
+    if reading.model.profile.tokenizer.vocab.hex() == found.node.tokenizer:
+        reading.model.prompt.check_length(found.node.context_length, reading.text)
 
 
 def _measured(reading: Reading, zstd_bytes: int, zstd_ms: float) -> Text:

@@ -123,6 +123,15 @@ def prompt_tokens(candidate: Candidate, text: Text) -> int:
     return text.prefix_tokens if most is None else text.around_tokens + most(candidate, text)
 
 
+def holds_everything(candidate: Candidate) -> bool:
+    """Whether a receiver's prompt holds the whole document, or its cache.
+
+    Raises:
+        UnknownMethodError: when nothing is known of the method.
+    """
+    return _rule(candidate).most is None
+
+
 def estimate(candidate: Candidate, text: Text, now: Conditions) -> Estimate:
     """Return what a candidate is expected to take.
 

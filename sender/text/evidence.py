@@ -121,6 +121,7 @@ def find_evidence(
         ModelError: when the model's tokenizer cannot be kept to a form.
     """
     prompt, text = reading.model.prompt, reading.text
+    reading.check_length()
     yield Progress("tokenise", 0, len(text))
     budget = budget_tokens(parameters.budget, reading.tokens)
     task = evidence_task(question, with_form=parameters.constraint == "none")

@@ -70,6 +70,7 @@ def _summarise(
     yield Progress("tokenise", 0, len(reading.text))
     # Asked to summarise nothing, a model makes something up.
     if reading.text.strip():
+        reading.check_length()
         budget = budget_tokens(parameters.budget, reading.tokens)
         made = yield from generate(reading, SUMMARY_SYSTEM, instruction, budget)
         if not made.text:

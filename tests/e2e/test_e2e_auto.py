@@ -14,6 +14,7 @@ import pytest
 from kvferry.client import (
     AuthenticationError,
     Client,
+    ContextOverflowError,
     InvalidRequestError,
     PeerError,
     RefusedError,
@@ -23,6 +24,7 @@ from kvferry.client import (
 from kvferry.core.evidence import Evidence, Fact
 from kvferry.core.progress import Progress
 from kvferry.core.tokens import digest_of
+from kvferry.engine.content import ContentEncoder
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.speed import Speed
 from kvferry.sender.method import EvidenceMaterial
@@ -272,6 +274,23 @@ def test_a_model_whose_cache_cannot_be_sent_sends_text(connect: Connect) -> None
     assert [item.method for item in auto.passed_over] == ["B1"]
     assert "RotatingKVCache" in auto.passed_over[0].reason
     assert report.fallback_reason == f"B1: {auto.passed_over[0].reason}"
+
+
+@pytest.mark.parametrize("quality", ["exact", "near"])
+def test_a_document_that_certainly_does_not_fit_is_refused_before_it_is_encoded(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, quality: str
+) -> None:
+    encode, text = ContentEncoder.encode, DOCUMENT * 2000
+
+    def short(self: ContentEncoder, given: str) -> list[int]:
+        assert len(given) < len(text)
+        return encode(self, given)
+
+    monkeypatch.setattr(ContentEncoder, "encode", short)
+    kv = connect()
+    with pytest.raises(ContextOverflowError, match=f"^context: {len(text)} characters are .* the model takes 4096$"):
+        kv.send(text=text, method="auto", quality=quality)
+    assert kv.artifacts() == []
 
 
 def test_a_document_over_the_context_of_both_ends_is_refused_by_name(connect: Connect) -> None:

@@ -15,9 +15,12 @@ from kvferry.core import progress
 from kvferry.core.choice import AutoChoice, Estimate, LinkSpeed, PassedOver
 from kvferry.core.errors import ContainerError, ContextOverflowError, IntegrityError
 from kvferry.core.ledger import SenderAccount, ledger_from_json, to_json
+from kvferry.engine.content import ContentEncoder
 from kvferry.engine.generate import Answer, Token
 from kvferry.engine.model import LoadedModel
+from kvferry.engine.prompt import DEFAULT_SYSTEM
 from kvferry.receiver import reconstruct
+from kvferry.receiver.reconstruct import Message
 
 DOCUMENT = "The access code of the north warehouse is 4417. Größe: 12 m², 門 🚢. <|im_end|> " * 5
 OTHER = "The south warehouse opens at 7:30 and closes at 18:00; its keys are with Ada. " * 4
@@ -437,6 +440,28 @@ def test_a_text_that_does_not_fit_the_context_is_refused_with_its_length(
         stored = receiver.take(artifact(model, method, OTHER * 9))
         with pytest.raises(ContextOverflowError, match=f"{tokens} prefix .* the model takes 512"):
             receiver.ask(stored, QUESTIONS[0])
+
+
+@pytest.mark.parametrize("part", ["text", "system"])
+def test_what_certainly_does_not_fit_is_refused_before_it_is_encoded(
+    bench: Callable[..., Any],
+    model: LoadedModel,
+    artifact: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+) -> None:
+    receiver, long = bench(model), "x" * 500_000
+    encode = ContentEncoder.encode
+
+    def short(self: ContentEncoder, text: str) -> list[int]:
+        assert len(text) < len(long)
+        return encode(self, text)
+
+    stored = receiver.take(artifact(model, "A1", OTHER))
+    monkeypatch.setattr(ContentEncoder, "encode", short)
+    message = Message(long, OTHER) if part == "system" else Message(DEFAULT_SYSTEM, long)
+    with pytest.raises(ContextOverflowError, match=r"^context: 500\d\d\d characters are \d+ tokens at least, "):
+        list(receiver.answerer.prepare(stored, message))
 
 
 @pytest.mark.parametrize("method", LOSSLESS)

@@ -21,6 +21,7 @@ from kvferry.core.container import IDS, SYSTEM, TEXT
 from kvferry.core.digests import digest
 from kvferry.core.errors import ContextOverflowError, InvalidRequestError, ModelError, UnknownMethodError
 from kvferry.core.manifest import Manifest
+from kvferry.engine.content import ContentEncoder
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.prompt import DEFAULT_SYSTEM, EVIDENCE_SYSTEM, SUMMARY_SYSTEM
 from kvferry.sender import registry
@@ -448,12 +449,36 @@ def test_a_document_that_does_not_fit_the_context_is_refused_with_every_number(
     workshop: Callable[..., Any], tiny_model: Callable[..., LoadedModel]
 ) -> None:
     model = tiny_model("llama", context=300)
-    tokens = len(model.prompt.prefix("warehouse " * 300))
+    tokens = len(model.prompt.prefix("warehouse " * 290))
     shop = workshop(model)
     with pytest.raises(ContextOverflowError, match=f"{tokens} prefix .* the model takes 300"):
-        shop.make("B1", "warehouse " * 300)
+        shop.make("B1", "warehouse " * 290)
     assert shop.store.ids() == []
-    assert shop.make("A1", "warehouse " * 300).stored.manifest.form == "text"
+    assert shop.make("A1", "warehouse " * 290).stored.manifest.form == "text"
+
+
+@pytest.mark.parametrize("method", ["B1", "B3", "A4", "A5", "A6"])
+def test_what_certainly_does_not_fit_is_refused_before_it_is_encoded(
+    shop: Any, model: LoadedModel, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    limit = model.profile.context_length
+    for name in ("encode", "count"):
+        monkeypatch.setattr(ContentEncoder, name, lambda *_: pytest.fail("it was encoded"))
+    text = "warehouse " * 50_000
+    with pytest.raises(
+        ContextOverflowError, match=rf"^context: 500000 characters are \d+ tokens at least, the model takes {limit}$"
+    ) as caught:
+        shop.make(method, text)
+    assert caught.value.fields["limit"] == limit < caught.value.fields["value"]
+
+
+@pytest.mark.parametrize(("method", "budget"), [("A1", {}), ("A7", {}), ("A2", {"budget": 60}), ("A3", {"budget": 60})])
+def test_a_method_whose_model_does_not_read_it_takes_a_document_of_any_length(
+    shop: Any, model: LoadedModel, method: str, budget: dict[str, int]
+) -> None:
+    text = "The warehouse opens at seven. " * 1500
+    assert model.prompt.count(text) > 2 * model.profile.context_length
+    assert shop.make(method, text, **budget).stored.manifest.form == "text"
 
 
 def test_a_sliding_window_model_sends_text_and_refuses_its_cache_by_name(
