@@ -81,7 +81,8 @@ class ContentEncoder:
         pending = [(0, text)]
         while pending:
             at, piece = pending.pop()
-            encoding = self._plain.encode(piece, add_special_tokens=False)
+            # Of a batch, because the library lets other threads run meanwhile, which it does not for a single text.
+            [encoding] = self._plain.encode_batch([piece], add_special_tokens=False)
             cuts = self._cuts(piece, encoding)
             if cuts:
                 parts = reversed(list(pairwise([0, *cuts, len(piece)])))

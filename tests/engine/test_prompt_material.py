@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,3 +140,29 @@ def test_other_words_for_the_senders_model_are_other_instructions(monkeypatch: p
         found.add(prompts.instructions())
         monkeypatch.undo()
     assert len(found) == 1 + len(ASKED)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(prompt: PromptBuilder) -> None:
+    """A daemon's event loop answers from another thread."""
+    text = "The access code of the north warehouse is 4417. " * 20_000
+    gaps: list[float] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        last = time.perf_counter()
+        while not done.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    start = time.perf_counter()
+    tokens = prompt.count(text)
+    seconds = time.perf_counter() - start
+    done.set()
+    watcher.join()
+    assert tokens > 100_000
+    # Held back throughout, the other thread would have one gap of nearly all of it.
+    assert max(gaps) < 0.6 * seconds
