@@ -54,15 +54,24 @@ def test_the_receiver_knows_its_sender_unless_it_is_told(ask: Run, daemons: Any)
 
 
 @pytest.mark.parametrize(
-    ("hit", "words"),
+    ("hit", "left_out", "words"),
     [
-        (None, ""),
-        (False, " · no reference has to do with the question"),
-        (True, " · looked up 3 references (1.6 kB, 12 ms)"),
+        (None, 0, ""),
+        (False, 0, " · no reference has to do with the question"),
+        (True, 0, " · looked up 3 references (1.6 kB, 12 ms)"),
+        (True, 2, " · looked up 3 references, 2 more had no room (1.6 kB, 12 ms)"),
     ],
 )
-def test_a_look_up_is_told(ask: Run, daemons: Any, fakes: Any, hit: bool | None, words: str) -> None:  # noqa: FBT001
+def test_a_look_up_is_told(
+    ask: Run,
+    daemons: Any,
+    fakes: Any,
+    hit: bool | None,  # noqa: FBT001  (a column)
+    left_out: int,
+    words: str,
+) -> None:
     found = {"count": 3, "calls": 1, "bytes": 1567, "text_bytes": 1460, "ms": 12.4, "hit": hit, "missing": []}
+    found["left_out"] = left_out
 
     def script(request: Any, _context: Any) -> Any:
         yield from [fakes.piece(text, token_id) for text, token_id in fakes.TOKENS]

@@ -67,6 +67,7 @@ def ledger(artifact_id: bytes, **changes: Any) -> str:
             "ms": 0.0,
             "hit": None,
             "missing": [],
+            "left_out": 0,
         },
         "wire_bytes": 1120,
         "dense_bf16_bytes": 9000,
