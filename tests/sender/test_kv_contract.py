@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvferry.core import progress
 from kvferry.core.errors import InvalidRequestError, ModelError
 from kvferry.engine.cache import PrefixCache, frozen
 from kvferry.engine.model import LoadedModel
@@ -275,7 +276,8 @@ def test_other_work_between_steps_is_not_the_methods_time(
 ) -> None:
     """The worker gives other answers a turn after every step; a clock that only moves then must not be read."""
     clock = [0.0]
-    monkeypatch.setattr(artifacts, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    for module in (artifacts, progress):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     steps = workshop(model).steps("B5", TEXT, budget=BUDGET)
     while True:
         try:
