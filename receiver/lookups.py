@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -43,13 +44,16 @@ class Wanted:
 
     Attributes:
         references: those that are followed, the best first.
-        windows: for each of them what is fetched for its sake; nothing where better ones cover it all.
         reach: for each of them its whole window.
     """
 
     references: tuple[Reference, ...]
-    windows: tuple[tuple[Place, ...], ...]
-    reach: tuple[Place, ...] = ()
+    reach: tuple[Place, ...]
+
+    @cached_property
+    def windows(self) -> tuple[tuple[Place, ...], ...]:
+        """For each reference what is fetched for its sake: nothing where better ones cover it all."""
+        return tuple(tuple(_uncovered(window, self.reach[:at])) for at, window in enumerate(self.reach))
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -79,14 +83,7 @@ def choose(references: Sequence[Reference], question: str, document: int) -> Wan
         document: code points of the document.
     """
     chosen = tuple(_best(references, question))
-    reach = tuple(_window(reference, document) for reference in chosen)
-    covered: list[Place] = []
-    windows = []
-    for window in reach:
-        own = tuple(_uncovered(window, covered))
-        covered += own
-        windows.append(own)
-    return Wanted(chosen, tuple(windows), reach)
+    return Wanted(chosen, tuple(_window(reference, document) for reference in chosen))
 
 
 def put_together(wanted: Wanted, texts: Iterable[str], document: int) -> Excerpts:

@@ -247,7 +247,7 @@ def _until_out(point: int, way: int, came: set[int]) -> list[int]:
 def test_passages_that_touch_are_one(
     places: Sequence[Place], texts: list[str], expected: str, spans: list[tuple[int, int, int]]
 ) -> None:
-    found = lookups.put_together(Wanted((), (tuple(places),)), texts, 20)
+    found = lookups.put_together(Wanted((), tuple(places)), texts, 20)
     assert (found.text, [tuple(span) for span in found.spans]) == (expected, spans)
 
 
@@ -286,7 +286,7 @@ def test_what_a_reference_points_to_is_read_to_the_letter() -> None:
 
 
 def test_a_passage_that_is_one_cut_word_is_left_out() -> None:
-    wanted = Wanted((), ((Place(100, 105), Place(200, 206)),))
+    wanted = Wanted((), (Place(100, 105), Place(200, 206)))
     found = lookups.put_together(wanted, ["north", "the 門 "], 1000)
     assert (found.text, [tuple(span) for span in found.spans]) == (" 門 ", [(0, 203, 206)])
 
