@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,15 +56,17 @@ class Retention:
         self._entries.pop(key, None)
 
     @contextlib.contextmanager
-    def pinned(self, key: Key) -> Iterator[None]:
-        """Keep something from eviction and expiry for the block."""
-        self._pins[key] += 1
+    def pinned(self, key: Key, lock: AbstractContextManager[object] | None = None) -> Iterator[None]:
+        """Keep something from eviction and expiry for the block, which may be long: ``lock`` is not held for it."""
+        with lock or contextlib.nullcontext():
+            self._pins[key] += 1
         try:
             yield
         finally:
-            self._pins[key] -= 1
-            if not self._pins[key]:
-                del self._pins[key]
+            with lock or contextlib.nullcontext():
+                self._pins[key] -= 1
+                if not self._pins[key]:
+                    del self._pins[key]
 
     def expired(self) -> list[Key]:
         """Return what has not been used for longer than the time to live, oldest first."""

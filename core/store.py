@@ -250,17 +250,13 @@ class ArtifactStore:
     @contextlib.contextmanager
     def pinned(self, artifact_id: bytes) -> Iterator[None]:
         """Keep an artifact from eviction for the block, and note that it is used."""
-        with self._lock:
-            self._retention.touch(artifact_id)
-            with contextlib.suppress(OSError):
-                os.utime(self._directory.path(ARTIFACTS, artifact_id) / RECORD_FILE)
-            pin = self._retention.pinned(artifact_id)
-            pin.__enter__()
-        try:
-            yield
-        finally:
+        with contextlib.ExitStack() as pins:
             with self._lock:
-                pin.__exit__(None, None, None)
+                self._retention.touch(artifact_id)
+                with contextlib.suppress(OSError):
+                    os.utime(self._directory.path(ARTIFACTS, artifact_id) / RECORD_FILE)
+                pins.enter_context(self._retention.pinned(artifact_id, self._lock))
+            yield
 
     def quarantine(self, artifact_id: bytes, reason: str) -> None:
         """Put a published artifact aside. It is invisible from now on; offering it again replaces it.

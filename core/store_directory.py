@@ -17,6 +17,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from kvferry.core import stored
@@ -124,13 +125,18 @@ class StoreDirectory:
     def _places(self, key: Key) -> list[Path]:
         return [key] if isinstance(key, Path) else [self.path(folder, key) for folder in AREAS]
 
-    @contextlib.contextmanager
-    def errors(self) -> Iterator[None]:
+    def errors(self) -> AbstractContextManager[None]:
         """Turn what the system refuses in the block into a StoreError that names the store."""
-        try:
-            yield
-        except OSError as error:
-            raise StoreError(f"store {self.root}: {error.strerror or error}", path=str(self.root)) from error
+        return disk_errors(self.root)
+
+
+@contextlib.contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Turn what the system refuses in the block into a StoreError that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"store {folder}: {error.strerror or error}", path=str(folder)) from error
 
 
 def disk_bytes(path: Path) -> int:

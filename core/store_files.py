@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from kvferry.core.digests import DIGEST_BYTES
-from kvferry.core.errors import StoreError
 from kvferry.core.eviction import Eviction
 from kvferry.core.files import remove_unfinished, write_atomic
 from kvferry.core.retention import Retention
+from kvferry.core.store_directory import disk_errors
 
 _OWN_FOLDER, _OWN_FILE, _OTHERS = 0o700, 0o600, 0o077
 
@@ -42,7 +42,7 @@ class StoreFiles:
         self._lock = lock
         self._retention = retention
         self._eviction = eviction
-        with self._errors():
+        with disk_errors(self._folder):
             folder.mkdir(mode=_OWN_FOLDER, parents=True, exist_ok=True)
             # One that was made by hand, or before its files were kept from others.
             if stat.S_IMODE(folder.stat().st_mode) & _OTHERS:
@@ -60,7 +60,7 @@ class StoreFiles:
         Raises:
             StoreError: when the disk refuses.
         """
-        with self._errors():
+        with disk_errors(self._folder):
             names = [self._name.fullmatch(path.name) for path in self._folder.iterdir()]
         return sorted(bytes.fromhex(name[1]) for name in names if name)
 
@@ -78,7 +78,7 @@ class StoreFiles:
                 # The time of the last change stays: it tells whether what was read of a file is still what it holds.
                 with contextlib.suppress(OSError):
                     os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
-                pins.enter_context(self._pinned(path))
+                pins.enter_context(self._retention.pinned(path, self._lock))
             yield path
 
     def write(self, key: bytes, data: bytes) -> None:
@@ -89,14 +89,14 @@ class StoreFiles:
             StoreError: when the disk refuses.
         """
         path = self.path(key)
-        with self._pinned(path):
+        with self._retention.pinned(path, self._lock):
             try:
                 with self._lock:
                     # What is replaced needs no room of its own.
                     self._retention.remove(path)
                     self._eviction.make_room(len(data))
                     self._retention.add(path, len(data))
-                with self._errors():
+                with disk_errors(self._folder):
                     write_atomic(path, data, _OWN_FILE)
             finally:
                 self._count(path)
@@ -111,17 +111,6 @@ class StoreFiles:
         with self._lock:
             remove_file(path)
             self._retention.remove(path)
-
-    @contextlib.contextmanager
-    def _pinned(self, path: Path) -> Iterator[None]:
-        with self._lock:
-            pin = self._retention.pinned(path)
-            pin.__enter__()
-        try:
-            yield
-        finally:
-            with self._lock:
-                pin.__exit__(None, None, None)
 
     def _count(self, path: Path) -> None:
         with self._lock:
@@ -139,13 +128,6 @@ class StoreFiles:
             with self._lock:
                 self._retention.add(self.path(key), found.st_size, now - max(found.st_atime, found.st_mtime))
 
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise StoreError(f"store {self._folder}: {error.strerror or error}", path=str(self._folder)) from error
-
 
 def remove_file(path: Path) -> None:
     """Remove a file, if it is there.
@@ -153,7 +135,5 @@ def remove_file(path: Path) -> None:
     Raises:
         StoreError: when the disk refuses.
     """
-    try:
+    with disk_errors(path.parent):
         path.unlink(missing_ok=True)
-    except OSError as error:
-        raise StoreError(f"store {path.parent}: {error.strerror or error}", path=str(path.parent)) from error

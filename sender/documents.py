@@ -11,6 +11,7 @@ from kvferry.core import limits
 from kvferry.core.digests import digest
 from kvferry.core.errors import InvalidRequestError, NotFoundError, StoreError, TooLargeError
 from kvferry.core.store import ArtifactStore
+from kvferry.core.store_directory import disk_errors
 from kvferry.sender.text_cache import TextCache
 
 CACHE_BYTES = 64 * limits.MIB
@@ -43,12 +44,9 @@ class DocumentStore:
         """
         document = digest(text)
         with self._files.in_use(document) as path:
-            try:
+            whole = False
+            with disk_errors(path.parent), contextlib.suppress(FileNotFoundError):
                 whole = path.read_bytes() == text
-            except FileNotFoundError:
-                whole = False
-            except OSError as error:
-                raise StoreError(f"store {path.parent}: {error.strerror}", path=str(path.parent)) from error
             if not whole:
                 self._files.write(document, text)
             # The block may be long, and so may the text.
