@@ -122,6 +122,14 @@ def refusal(verdict: Verdict) -> RefusedError:
     return RefusedError(f"refused: {shown}{tail}", verdict_json=carried, reasons=len(verdict.reasons))
 
 
+def refused_for(error: RefusedError) -> list[Reason]:
+    """Return the reasons that ``refusal`` put into an error, none where it carries none that can be read."""
+    try:
+        return msgspec.json.decode(str(error.fields.get("verdict_json", "[]")), type=list[Reason])
+    except msgspec.DecodeError:
+        return []
+
+
 def context_reasons(tokens: int, context_length: int, question: int) -> Iterator[Reason]:
     """Yield why a prompt leaves no room in a context; nothing when it does.
 

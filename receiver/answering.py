@@ -210,10 +210,8 @@ class Answerer:
         traffic = stored.record.traffic or _NO_TRAFFIC
         preparation, manifest = account.preparation, stored.manifest
         rows = preparation.rows
-        fallback, fallback_reason = (
-            None,
-            preparation.fallback_reason or sender.fallback_reason or _replacement(manifest),
-        )
+        fallback_reason = preparation.fallback_reason or sender.fallback_reason or _replacement(manifest)
+        fallback = None
         if fallback_reason:
             fallback = preparation.fallback if preparation.fallback_reason else _stands_in(stored, sender)
         wire_bytes = traffic.wire_bytes + preparation.lookups.bytes

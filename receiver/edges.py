@@ -32,8 +32,6 @@ _START = regex.compile(
     """,
     _FLAGS,
 )
-
-
 # Characters as a reader sees them (UAX #29) that may have begun on the other side: flags, which are pairs, marks, and
 # what a joiner may have tied to something.
 _CONTINUES = regex.compile(

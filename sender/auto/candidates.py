@@ -54,6 +54,11 @@ class Candidate:
         """What would cross."""
         return self.method.info.form
 
+    @property
+    def order(self) -> int:
+        """Where its form stands in the order of giving way."""
+        return FORMS.index(self.form)
+
 
 def allowed(quality: Quality) -> list[Candidate]:
     """Return what a quality bound allows, in order."""

@@ -16,7 +16,7 @@ import msgspec
 from kvferry.core import container
 from kvferry.core.addresses import Address
 from kvferry.core.choice import Quality, explain
-from kvferry.core.compat import Reason, ReasonCode
+from kvferry.core.compat import ReasonCode, refused_for
 from kvferry.core.errors import (
     InvalidRequestError,
     KvferryError,
@@ -32,7 +32,7 @@ from kvferry.engine.prompt import LABELS
 from kvferry.proto.v1 import sender_service_pb2 as pb
 from kvferry.sender import link, registry
 from kvferry.sender.auto import candidates
-from kvferry.sender.auto.candidates import FORMS, Candidate
+from kvferry.sender.auto.candidates import Candidate
 from kvferry.sender.auto.decision import Decision
 from kvferry.sender.auto.estimates import QUESTION_TOKENS, Conditions, Text, estimate, holds_everything
 from kvferry.sender.auto.fitting import Ends
@@ -163,7 +163,7 @@ class Choosing:
     def _at_hand(self, reading: Reading, found: Survey, decision: Decision, ends: Ends) -> Conditions:
         made: dict[Candidate, int] = {}
         # What stands in for another method is an artifact of its own, and evidence may turn out to be of no use.
-        for candidate in sorted(decision.open, key=lambda item: FORMS.index(item.form)):
+        for candidate in sorted(decision.open, key=lambda item: item.order):
             replaces, _ = decision.fallback(candidate)
             artifact = self._parts.maker.find(candidate.method, reading, candidate.parameters, replaces)
             if artifact is None:
@@ -197,10 +197,7 @@ def _is_size(error: KvferryError) -> bool:
     """Whether something smaller may get round an error."""
     if not isinstance(error, RefusedError):
         return isinstance(error, TooLargeError | QuotaError)
-    try:
-        reasons = msgspec.json.decode(str(error.fields.get("verdict_json", "")), type=list[Reason])
-    except msgspec.DecodeError:
-        return False
+    reasons = refused_for(error)
     return bool(reasons) and all(
         reason.code == ReasonCode.TOO_LARGE and reason.field.startswith(_PAYLOAD) for reason in reasons
     )

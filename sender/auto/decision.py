@@ -50,8 +50,8 @@ class Decision:
         if not self._open:
             text = f"auto: nothing of quality {self._quality} can be used: {_listed(self._passed_over)}"
             raise RefusedError(text, field="method", quality=self._quality)
-        form = min((item.form for item in self._open), key=FORMS.index)
-        among = [item for item in self._open if item.form == form or not self._gave_way]
+        next_form = min(item.order for item in self._open)
+        among = [item for item in self._open if item.order == next_form or not self._gave_way]
         return quickest((item, self._estimates[item]) for item in among)[0]
 
     def give_way(
@@ -70,7 +70,7 @@ class Decision:
         with_it = tuple(
             item
             for item in self._open
-            if _order(item) < _order(failed) or (item.form == failed.form and self._estimates[item].bytes >= kept)
+            if item.order < failed.order or (item.form == failed.form and self._estimates[item].bytes >= kept)
         )
         for item in with_it:
             self.pass_over(item, f"gave way with {failed.id}: {reason}")
@@ -83,7 +83,7 @@ class Decision:
         It does when all of a form before its own was passed over, not when something there was only slower.
         """
         still = {item.form for item in self._open}
-        gone = [form for form in FORMS[: FORMS.index(chosen.form)] if form not in still]
+        gone = [form for form in FORMS[: chosen.order] if form not in still]
         before = [item for item in self._passed_over if item.form in gone]
         return (before[0].method, _listed(before)) if before else ("", "")
 
@@ -100,10 +100,6 @@ class Decision:
             probe_bytes=self._found.probe_bytes,
             deciding_ms=self.deciding_ms,
         )
-
-
-def _order(candidate: Candidate) -> int:
-    return FORMS.index(candidate.form)
 
 
 def _listed(passed_over: list[PassedOver]) -> str:

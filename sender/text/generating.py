@@ -63,15 +63,9 @@ def check_room(reading: Reading, system: str, instruction: str, most: int, *, gi
     prompt, limit = reading.model.prompt, reading.model.profile.context_length
     instructed = len(prompt.prefix("", system)) + len(prompt.task(instruction))
     room = limit - reading.tokens - instructed
-    if most > room and not given:
-        raise ContextOverflowError(
-            f"document: it takes {reading.tokens} tokens, and of the model's context of {limit} the instruction takes "
-            f"{instructed} and what is to be written {most}, which leaves {max(0, limit - instructed - most)}",
-            field="document",
-            value=reading.tokens,
-            limit=max(0, limit - instructed - most),
-        )
-    if most > room:
+    if most <= room:
+        return
+    if given:
         raise ContextOverflowError(
             f"budget: {most} tokens to write, but of the model's context of {limit} the document takes "
             f"{reading.tokens} and the instruction {instructed}, which leaves {max(0, room)}",
@@ -79,6 +73,13 @@ def check_room(reading: Reading, system: str, instruction: str, most: int, *, gi
             value=most,
             limit=max(0, room),
         )
+    raise ContextOverflowError(
+        f"document: it takes {reading.tokens} tokens, and of the model's context of {limit} the instruction takes "
+        f"{instructed} and what is to be written {most}, which leaves {max(0, limit - instructed - most)}",
+        field="document",
+        value=reading.tokens,
+        limit=max(0, limit - instructed - most),
+    )
 
 
 def write(
