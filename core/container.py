@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
-import zstandard
 
+from kvferry.core import zstd_frames
 from kvferry.core.digests import DIGEST_BYTES, digest
 from kvferry.core.errors import ContainerError, IntegrityError
 from kvferry.core.manifest import DTYPE_BYTES, Decoded, Dtype, Payload, Section
@@ -36,7 +36,6 @@ REFERENCES = "document.references"
 SHORTENED = (ENDS, EXCERPTS, SUMMARY, COMPRESSED)
 """What may stand in the place of the document's text; ``SPANS`` says then which passages are the document's."""
 _HEADER_ALIGNMENT = 8
-_MAX_EMPTY_FRAME = 25  # RFC 8878: 4 magic, at most 14 of header, 3 of the one empty block, 4 of checksum
 
 
 def positions_name(layer: int) -> str:
@@ -105,7 +104,7 @@ def raw_section(name: str, dtype: Dtype, shape: tuple[int, ...], data: bytes | m
 
 def zstd_section(name: str, data: bytes, level: int) -> Content:
     """Describe ``data`` compressed as one zstd frame with its size declared and its checksum on."""
-    packed = zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True).compress(data)
+    packed = zstd_frames.compress(data, level)
     return Content(name, "U8", (len(packed),), packed, "zstd", Decoded(len(data), digest(data)))
 
 
@@ -191,7 +190,7 @@ def decode_section(section: Section, stored: bytes | memoryview) -> bytes | memo
     """
     if section.decoded is None:
         return stored
-    content = _decompress(section.name, stored, section.decoded.length)
+    content = zstd_frames.decompress(bytes(stored), section.decoded.length, f"section {section.name}", section.name)
     actual = digest(content)
     if actual != section.decoded.digest:
         raise IntegrityError(
@@ -202,33 +201,6 @@ def decode_section(section: Section, stored: bytes | memoryview) -> bytes | memo
             expected=section.decoded.digest.hex(),
         )
     return content
-
-
-def _decompress(name: str, stored: bytes | memoryview, length: int) -> bytes:
-    frame = bytes(stored)
-    try:
-        declared = zstandard.frame_content_size(frame)
-        # The one-shot decoder allocates what the frame declares, so the declaration is compared first.
-        if declared != length:
-            raise ContainerError(
-                f"section {name}: the zstd frame declares {declared} bytes, the manifest {length}", field=name
-            )
-        if length == 0:
-            return _decompress_empty(name, frame)
-        return zstandard.ZstdDecompressor().decompress(
-            frame, max_output_size=length, read_across_frames=False, allow_extra_data=False
-        )
-    except zstandard.ZstdError as error:
-        raise ContainerError(f"section {name}: {error}", field=name) from error
-
-
-def _decompress_empty(name: str, frame: bytes) -> bytes:
-    # The one-shot decoder takes a frame that declares nothing for empty and looks no further.
-    decoder = zstandard.ZstdDecompressor().decompressobj()
-    whole = len(frame) <= _MAX_EMPTY_FRAME and frame.startswith(zstandard.FRAME_HEADER)
-    if not whole or decoder.decompress(frame) or not decoder.eof or decoder.unused_data:
-        raise ContainerError(f"section {name}: not exactly one empty zstd frame", field=name)
-    return b""
 
 
 def ids_to_bytes(ids: Iterable[int]) -> bytes:

@@ -26,6 +26,7 @@ class SenderAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         transfer_ms: from Offer to the last acknowledged chunk, over every attempt, without the pauses between them.
         fallback_reason: why this was sent in place of the cache that was asked for.
         auto: what was weighed, where the sender chose the method.
+        tokenizer_bytes, tokenizer_ms: asking the receiver for its tokenizer, where a budget counts with it.
     """
 
     prefill_tokens: Count
@@ -36,6 +37,8 @@ class SenderAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_ms: Duration
     fallback_reason: Annotated[str, Meta(max_length=65_536)] | None = None
     auto: AutoChoice | None = None
+    tokenizer_bytes: Count = 0
+    tokenizer_ms: Duration = 0.0
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -103,7 +106,8 @@ class Tokens(msgspec.Struct, frozen=True):
 class Milliseconds(msgspec.Struct, frozen=True):
     """Durations. Up to ``transfer`` they were spent at the sender, the rest at the receiver.
 
-    ``first_token`` runs from the moment the question is accepted to the first text.
+    ``first_token`` runs from the moment the question is accepted to the first text; ``tokenizer`` is what the sender
+    waited for the receiver's tokenizer.
     """
 
     prefill: float
@@ -115,6 +119,7 @@ class Milliseconds(msgspec.Struct, frozen=True):
     receiver_prefill: float
     first_token: float | None
     total: float
+    tokenizer: float = 0.0
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -156,6 +161,9 @@ class Ledger(msgspec.Struct, frozen=True):
     ``request_id`` is that of the question's call; the logs of the answer carry it.
 
     ``outcome`` is what became of the method on the document, as the manifest says it.
+
+    ``tokenizer_bytes`` crossed when the sender asked for the receiver's tokenizer. They serve every artifact, and are
+    not in ``wire_bytes``.
     """
 
     artifact_id: str
@@ -184,6 +192,7 @@ class Ledger(msgspec.Struct, frozen=True):
     request_id: str = ""
     auto: AutoAccount | None = None
     outcome: dict[str, Scalar] = {}
+    tokenizer_bytes: int = 0
 
 
 def auto_account(account: SenderAccount, verify_ms: float, first_token_ms: float | None) -> AutoAccount | None:

@@ -185,7 +185,7 @@ class GrammarCompiler:
         Raises:
             ModelError: when the library does not know its kind.
         """
-        self._encoder = ContentEncoder(tokenizer)
+        self._encoder = ContentEncoder.of(tokenizer)
         backend = tokenizer.backend_tokenizer
         state = json.loads(backend.to_str())
         for token in state["added_tokens"]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
+from kvferry.core import json_records
+from kvferry.core.digests import digest
 from kvferry.core.errors import ModelError
-from kvferry.engine import token_reach
+from kvferry.engine import fingerprint, token_reach
 
 
 class ContentEncoder:
@@ -19,23 +23,44 @@ class ContentEncoder:
     The tokenizer is rebuilt without its added tokens, special or not, because the library's own switch still matches
     added tokens that are not marked special. Where the model's vocabulary itself holds such a string as one piece, the
     text is cut inside it.
+
+    Attributes:
+        description: what it was built from.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        """Build from an mlx-lm tokenizer."""
-        state = json.loads(tokenizer.backend_tokenizer.to_str())
-        self._forbidden = frozenset(
-            # Some tokenizers list runs of white space as added tokens; those are text, and carry no structure.
-            int(token["id"])
-            for token in state["added_tokens"]
-            if token["special"] or token["content"].strip()
-        )
-        state["added_tokens"] = []
-        state["post_processor"] = None
-        state["truncation"] = None
-        state["padding"] = None
-        self._plain = Tokenizer.from_str(json.dumps(state))
-        self._reach = token_reach.measure(state, self._forbidden)
+    def __init__(self, description: bytes) -> None:
+        """Build from what ``fingerprint.describe_tokenizer`` writes, here or on another machine.
+
+        Raises:
+            ModelError: when it is something else, or the library here does not know its kind.
+        """
+        self.description = description
+        with _faults_of_the_library(), _faults_of_the_description():
+            state, _ = json_records.loads(description)
+            self._forbidden = frozenset(
+                # Some tokenizers list runs of white space as added tokens; those are text, and carry no structure.
+                int(token["id"])
+                for token in state["added_tokens"]
+                if token["special"] or token["content"].strip()
+            )
+            state["added_tokens"] = []
+            state["post_processor"] = None
+            self._plain = Tokenizer.from_str(json.dumps(state))
+            self._reach = token_reach.measure(state, self._forbidden)
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> ContentEncoder:
+        """Build from an mlx-lm tokenizer.
+
+        Raises:
+            ModelError: when the tokenizer has no fast back end.
+        """
+        return cls(fingerprint.describe_tokenizer(tokenizer))
+
+    @cached_property
+    def vocab(self) -> bytes:
+        """The digest of the description, as manifests name the tokenizer."""
+        return digest(self.description)
 
     @property
     def forbidden(self) -> frozenset[int]:
@@ -82,7 +107,8 @@ class ContentEncoder:
         while pending:
             at, piece = pending.pop()
             # Of a batch, because the library lets other threads run meanwhile, which it does not for a single text.
-            [encoding] = self._plain.encode_batch([piece], add_special_tokens=False)
+            with _faults_of_the_library():
+                [encoding] = self._plain.encode_batch([piece], add_special_tokens=False)
             cuts = self._cuts(piece, encoding)
             if cuts:
                 parts = reversed(list(pairwise([0, *cuts, len(piece)])))
@@ -102,3 +128,25 @@ class ContentEncoder:
                 raise ModelError(f"document: {piece[start:end]!r} can only be encoded as a control token of this model")
             cuts.append(start + 1)
         return cuts
+
+
+@contextlib.contextmanager
+def _faults_of_the_library() -> Iterator[None]:
+    """Turn what the tokenizers library raises into our error: ``Exception`` itself, or a panic of Rust's.
+
+    A description may come from another machine, and a panic is no Exception: nothing else would catch it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is Exception or type(error).__name__ == "PanicException":
+            raise ModelError(f"tokenizer: the library here makes nothing of it: {error}") from error
+        raise
+
+
+@contextlib.contextmanager
+def _faults_of_the_description() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ModelError(f"tokenizer: its description is not one: {error!r}") from error

@@ -61,8 +61,8 @@ def quantization(config: Mapping[str, Any]) -> Quantization | None:
     return Quantization(int(stated["bits"]), int(stated["group_size"]), str(stated.get("mode", "affine")))
 
 
-def tokenizer_identity(tokenizer: Any) -> Tokenizer:
-    """Digest an mlx-lm tokenizer: the whole serialised tokenizer, and the chat template.
+def describe_tokenizer(tokenizer: Any) -> bytes:
+    """Return an mlx-lm tokenizer, written down: JSON [whole tokenizer, sorted ids of ends of turn], keys sorted, ASCII.
 
     Raises:
         ModelError: when the tokenizer has no fast back end.
@@ -75,10 +75,18 @@ def tokenizer_identity(tokenizer: Any) -> Tokenizer:
     state.pop("truncation", None)
     state.pop("padding", None)
     ends = sorted(int(item) for item in tokenizer.eos_token_ids)
-    text = json.dumps([state, ends], sort_keys=True, separators=(",", ":"))
+    return json.dumps([state, ends], sort_keys=True, separators=(",", ":")).encode("ascii")
+
+
+def tokenizer_identity(tokenizer: Any) -> Tokenizer:
+    """Digest an mlx-lm tokenizer: what ``describe_tokenizer`` writes, and the chat template.
+
+    Raises:
+        ModelError: when the tokenizer has no fast back end.
+    """
     template = tokenizer.chat_template
     shown = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-    return Tokenizer(digest(text.encode("utf-8", "surrogatepass")), digest(shown.encode("utf-8", "surrogatepass")))
+    return Tokenizer(digest(describe_tokenizer(tokenizer)), digest(shown.encode("utf-8", "surrogatepass")))
 
 
 def _files_digest(folder: Path, pattern: str, field: str) -> bytes:

@@ -139,7 +139,11 @@ class _Frame:
 
 
 class PromptBuilder:
-    """Makes prefix and question ids for one model."""
+    """Makes prefix and question ids for one model.
+
+    Attributes:
+        content: encodes what goes into the prompt's places.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         """Build from an mlx-lm tokenizer.
@@ -150,7 +154,7 @@ class PromptBuilder:
         if not tokenizer.has_chat_template:
             raise ModelError("chat template: the model has none; kvferry needs an instruction-tuned model")
         self._structure = tokenizer.backend_tokenizer
-        self._content = ContentEncoder(tokenizer)
+        self.content = ContentEncoder.of(tokenizer)
         self._frame = _split(_render(tokenizer))
 
     def prefix(self, material: str, system: str = DEFAULT_SYSTEM, kind: str = container.TEXT) -> list[int]:
@@ -163,9 +167,9 @@ class PromptBuilder:
         """
         return (
             self._encode_structure(self._frame.opening)
-            + self._content.encode(system)
+            + self.content.encode(system)
             + self._encode_structure(f"{self._frame.before_label}{LABELS[kind]}:\n")
-            + self._content.encode(material)
+            + self.content.encode(material)
         )
 
     def fresh(self, question: str) -> list[int]:
@@ -176,10 +180,6 @@ class PromptBuilder:
         """Return the ids of everything after the document, for a task instead of a question."""
         return self._turn_end(_BEFORE_TASK, instruction)
 
-    def count(self, material: str) -> int:
-        """Return how many tokens of a prompt the material takes."""
-        return self._content.count(material)
-
     def check_length(self, context_length: int, *contents: str) -> None:
         """Refuse, before they are encoded, contents that certainly leave no room in a context: encoding takes its time.
 
@@ -188,7 +188,7 @@ class PromptBuilder:
         Raises:
             ContextOverflowError: naming their characters and the limit.
         """
-        least = sum(map(self._content.least, contents))
+        least = sum(map(self.content.least, contents))
         # One token of an answer at least.
         if least + 1 > context_length:
             raise ContextOverflowError(
@@ -198,13 +198,9 @@ class PromptBuilder:
                 limit=context_length,
             )
 
-    def offsets(self, material: str) -> list[tuple[int, int]]:
-        """Return the half-open ranges of code points that the material's tokens in a prompt stand for."""
-        return self._content.offsets(material)
-
     def _turn_end(self, before: str, content: str) -> list[int]:
         return (
-            self._encode_structure(before) + self._content.encode(content) + self._encode_structure(self._frame.closing)
+            self._encode_structure(before) + self.content.encode(content) + self._encode_structure(self._frame.closing)
         )
 
     def _encode_structure(self, text: str) -> list[int]:

@@ -247,6 +247,7 @@ class Answerer:
                 receiver_prefill=preparation.prefill_ms,
                 first_token=account.first_token_ms,
                 total=_since(account.accepted_at),
+                tokenizer=sender.tokenizer_ms,
             ),
             rows=Rows(min(rows), sum(rows) / len(rows), max(rows)),
             parity=preparation.parity,
@@ -258,6 +259,7 @@ class Answerer:
             request_id=account.request_id,
             auto=auto_account(sender, stored.record.verify_ms, account.first_token_ms),
             outcome=manifest.method.outcome,
+            tokenizer_bytes=sender.tokenizer_bytes,
         )
 
 

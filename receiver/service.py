@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from kvferry.core import addresses, limits, request_ids, rpc, wire
+from kvferry.core import addresses, limits, request_ids, rpc, wire, zstd_frames
 from kvferry.core import stored as stored_files
 from kvferry.core.config import ReceiverConfig
 from kvferry.core.errors import (
@@ -37,6 +37,8 @@ from kvferry.receiver.looking_up import Question
 from kvferry.receiver.preparing import Preparer
 from kvferry.receiver.span_client import SpanClient
 
+_TOKENIZER_LEVEL = 3
+
 
 @dataclass(frozen=True)
 class ReceiverParts:
@@ -55,7 +57,7 @@ class ReceiverParts:
 
 
 class ReceiverServicer(IntakeServicer):
-    """Describe, Offer, Put, Commit, Ask, Measure, List, Drop."""
+    """Describe, Offer, Put, Commit, Ask, Tokenizer, Measure, List, Drop."""
 
     def __init__(self, parts: ReceiverParts) -> None:
         super().__init__(parts.intake, parts.metrics)
@@ -104,6 +106,20 @@ class ReceiverServicer(IntakeServicer):
             )
             yield pb.AskResponse(end=end)
 
+    async def Tokenizer(  # noqa: N802
+        self, request: pb.TokenizerRequest, context: grpc.aio.ServicerContext[pb.TokenizerRequest, pb.TokenizerResponse]
+    ) -> AsyncIterator[pb.TokenizerResponse]:
+        """Bring the model's tokenizer, unless the caller has it."""
+        self._metrics.received("tokenizer", request.ByteSize())
+        content = self._parts.model.prompt.content
+        frame = b""
+        if content.vocab not in request.known:
+            frame = await asyncio.to_thread(zstd_frames.compress, content.description, _TOKENIZER_LEVEL)
+        first, rest = frame[: limits.MIB], range(limits.MIB, len(frame), limits.MIB)
+        yield self._counted(pb.TokenizerResponse(digest=content.vocab, length=len(content.description), data=first))
+        for start in rest:
+            yield self._counted(pb.TokenizerResponse(data=frame[start : start + limits.MIB]))
+
     async def Measure(  # noqa: N802
         self, request: pb.MeasureRequest, context: grpc.aio.ServicerContext[pb.MeasureRequest, pb.MeasureResponse]
     ) -> pb.MeasureResponse:
@@ -132,6 +148,10 @@ class ReceiverServicer(IntakeServicer):
             self._metrics.dropped()
             self._log.info("dropped", artifact=artifact_id.hex())
         return pb.DropResponse()
+
+    def _counted(self, response: pb.TokenizerResponse) -> pb.TokenizerResponse:
+        self._metrics.sent("tokenizer", response.ByteSize())
+        return response
 
     def _note(self, ledger: Ledger) -> None:
         """Append to the ledger. The asker has the account as well, and shall not lose a whole answer to a full disk."""

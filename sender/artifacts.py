@@ -13,7 +13,6 @@ import msgpack
 import msgspec
 
 from kvferry.core import json_records
-from kvferry.core.compat import Profile
 from kvferry.core.digests import digest
 from kvferry.core.errors import NotFoundError, StoreError, TooLargeError
 from kvferry.core.evidence import References
@@ -43,6 +42,7 @@ from kvferry.sender import parity
 from kvferry.sender.encode import evidence_contents, kv_contents, kv_layout, text_contents
 from kvferry.sender.method import DENSE, EvidenceMaterial, KvMaterial, Material, Method, Shaped, TextMaterial
 from kvferry.sender.reading import Reading
+from kvferry.sender.text.counted import BudgetParameters
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,7 @@ class ArtifactMaker:
             msgspec.to_builtins(self._runtime),
             instructions(),
             list(method.shaped_by(self._model, request.parameters)) if isinstance(method, Shaped) else [],
+            reading.counter.vocab if isinstance(request.parameters, BudgetParameters) else None,
         ]
         return digest(msgpack.packb(parts))
 
@@ -193,7 +194,7 @@ class ArtifactMaker:
             prefix=None,
             positions=None,
             layout=None,
-            method=_method_group(request, material, self._model.profile),
+            method=_method_group(request, material),
             mapper=None,
             encoding=_encoding(material),
             sections=sections,
@@ -253,13 +254,13 @@ def _encoding(material: Material) -> Encoding:
     return msgspec.structs.replace(DENSE, zstd=zstd)
 
 
-def _method_group(request: _Request, material: Material, profile: Profile) -> MethodGroup:
+def _method_group(request: _Request, material: Material) -> MethodGroup:
     info = request.method.info
     replaced = {"fallback_for": request.fallback_for} if request.fallback_for else {}
     found = {} if isinstance(material, KvMaterial) else dict(material.outcome)
     if "tokens" in found:
         # A receiver with another tokenizer counts a budget differently.
-        found["tokenizer"] = profile.tokenizer.vocab.hex()
+        found["tokenizer"] = request.reading.counter.vocab.hex()
     outcome = {f"{OUTCOME}{name}": value for name, value in found.items()}
     return MethodGroup(
         id=info.id,

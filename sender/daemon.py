@@ -18,6 +18,7 @@ from kvferry.sender.artifacts import ArtifactMaker
 from kvferry.sender.documents import DocumentStore
 from kvferry.sender.parts import SenderParts
 from kvferry.sender.service import SenderServicer
+from kvferry.sender.tokenizers import Tokenizers
 
 
 async def run(config: SenderConfig, *, announce_json: bool = False) -> None:
@@ -47,6 +48,7 @@ def _parts(config: SenderConfig, opened: Node, metrics: SenderMetrics) -> Sender
         store=opened.store,
         maker=ArtifactMaker(opened.model, opened.store, config.chunk_bytes, opened.versions),
         documents=DocumentStore(opened.store),
+        tokenizers=Tokenizers(opened.model.prompt.content, opened.store, config.rpc_seconds, metrics),
         residency=opened.residency,
         worker=opened.worker,
         versions=opened.versions,

@@ -7,8 +7,9 @@ import os
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from google.protobuf.message import Message
 
@@ -23,6 +24,8 @@ from kvferry.proto.v1 import receiver_service_pb2 as pb
 from kvferry.proto.v1 import receiver_service_pb2_grpc as pb_grpc
 from kvferry.sender.carrier import Counting
 from kvferry.sender.transfer import ATTEMPTS, own_token, pause_seconds
+
+Answer = TypeVar("Answer")
 
 KEPT_SECONDS = 60.0
 """How long a measurement holds. A transfer's own speed makes it new."""
@@ -101,12 +104,28 @@ async def survey(receiver: Address, security: PeerSecurity, seconds: float, link
         PeerError: when the receiver cannot say how fast it reads.
         KvferryError: when it cannot be reached, after several attempts.
     """
+
+    async def ask(stub: pb_grpc.ReceiverServiceAsyncStub) -> Survey:
+        return await _survey(Probe(stub, receiver, seconds, metrics), receiver, links)
+
+    return await asked(receiver, security, ask)
+
+
+async def asked(
+    receiver: Address,
+    security: PeerSecurity,
+    ask: Callable[[pb_grpc.ReceiverServiceAsyncStub], Awaitable[Answer]],
+) -> Answer:
+    """Return what a receiver answers, over a connection of its own for each attempt.
+
+    Raises:
+        KvferryError: when that fails for good, or several times.
+    """
     attempt = 1
     while True:
         try:
             async with channel.open_async(receiver, security) as peer:
-                probe = Probe(pb_grpc.ReceiverServiceStub(peer), receiver, seconds, metrics)
-                return await _survey(probe, receiver, links)
+                return await ask(pb_grpc.ReceiverServiceStub(peer))
         except AuthenticationError as error:
             raise own_token(receiver, error) from error
         except KvferryError as error:

@@ -13,6 +13,7 @@ from kvferry.engine.worker import Worker
 from kvferry.sender.artifacts import ArtifactMaker
 from kvferry.sender.documents import DocumentStore
 from kvferry.sender.link import Links
+from kvferry.sender.tokenizers import Tokenizers
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class SenderParts:
     store: ArtifactStore
     maker: ArtifactMaker
     documents: DocumentStore
+    tokenizers: Tokenizers
     residency: Residency
     worker: Worker
     versions: dict[str, str]

@@ -12,6 +12,7 @@ from kvferry.core.errors import InvalidRequestError, ModelError
 from kvferry.core.manifest import Document, Prefix
 from kvferry.core.progress import Progress, Stopwatch, relay
 from kvferry.engine.cache import PrefixCache
+from kvferry.engine.content import ContentEncoder
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.residency import Residency
 
@@ -37,6 +38,8 @@ class Reading:
         text: the document.
         system: the system prompt.
         question: the question; only aware methods may look at it.
+        counter: encodes as the receiver's prompt does. Budgets count with it; the model's own where nothing else is
+            said.
         prefill_tokens: read by ``prefill`` and ``read``; 0 when the cache was at hand.
     """
 
@@ -46,6 +49,7 @@ class Reading:
         self.text = text
         self.system = system
         self.question = question
+        self.counter: ContentEncoder = model.prompt.content
         self.prefill_tokens = 0
         self._watch = Stopwatch()
 
@@ -67,8 +71,13 @@ class Reading:
 
     @cached_property
     def tokens(self) -> int:
-        """How many tokens of a prompt the text takes."""
-        return self.model.prompt.count(self.text)
+        """How many tokens of the model's own prompt the text takes."""
+        return self.model.prompt.content.count(self.text)
+
+    @property
+    def receiver_tokens(self) -> int:
+        """How many tokens of the receiver's prompt it takes."""
+        return self.tokens if self.counter is self.model.prompt.content else self.counter.count(self.text)
 
     @cached_property
     def prefix(self) -> Prefix:

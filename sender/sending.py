@@ -26,6 +26,8 @@ from kvferry.sender.method import Method, NoParameters
 from kvferry.sender.parts import SenderParts
 from kvferry.sender.reading import Reading
 from kvferry.sender.registry import FALLBACK_METHOD
+from kvferry.sender.text.counted import BudgetParameters
+from kvferry.sender.tokenizers import Counter
 from kvferry.sender.transfer import Transfer
 
 
@@ -41,6 +43,7 @@ class Send:
         auto: what was weighed, where the sender chooses.
         reading: the one of the artifact that is being made.
         artifact: what was made.
+        counter: what the receiver counts with, where it was asked.
     """
 
     read: Callable[[], Reading]
@@ -51,6 +54,7 @@ class Send:
     auto: AutoChoice | None = None
     reading: Reading = field(init=False)
     artifact: Artifact | None = field(default=None, init=False)
+    counter: Counter | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.start_over()
@@ -59,6 +63,8 @@ class Send:
         """Begin anew for another method. What a refused artifact cost is not the next one's."""
         self.reading = self.read()
         self.artifact = None
+        if self.counter is not None:
+            self.reading.counter = self.counter.encoder
 
     @property
     def made(self) -> Artifact:
@@ -115,6 +121,9 @@ class Sending:
     ) -> AsyncGenerator[pb.SendResponse, None]:
         """Make an artifact, or find the one that the same request made before."""
         parts = self._parts
+        if isinstance(parameters, BudgetParameters):
+            yield progress_response(Progress("tokenise", 0, len(send.reading.text)))
+            await self.count_for(send)
         stream = parts.worker.stream(parts.maker.make(method, send.reading, parameters, send.replaces))
         try:
             async for progress in stream:
@@ -124,6 +133,16 @@ class Sending:
         send.artifact = stream.result
         if not send.made.reused:
             parts.metrics.made(send.made.account)
+
+    async def count_for(self, send: Send) -> None:
+        """Have budgets count with the receiver's tokenizer; over TCP, where nobody can be asked, with the sender's.
+
+        Raises:
+            KvferryError: when the receiver cannot be asked, or has no tokenizer that can be used here.
+        """
+        if send.counter is None and not send.receiver.tcp:
+            send.counter = await self._parts.tokenizers.of(send.receiver, send.security)
+            send.reading.counter = send.counter.encoder
 
     async def deliver(self, send: Send) -> AsyncGenerator[pb.SendResponse, None]:
         """Deliver what was made."""
@@ -169,7 +188,14 @@ def progress_response(progress: Progress) -> pb.SendResponse:
 
 def _account(send: Send, artifact: Artifact) -> SenderAccount:
     auto = msgspec.structs.replace(send.auto, reused=artifact.reused) if send.auto else None
-    return msgspec.structs.replace(artifact.account, fallback_reason=send.fallback_reason or None, auto=auto)
+    counter = send.counter
+    return msgspec.structs.replace(
+        artifact.account,
+        fallback_reason=send.fallback_reason or None,
+        auto=auto,
+        tokenizer_bytes=counter.bytes if counter else 0,
+        tokenizer_ms=counter.ms if counter else 0.0,
+    )
 
 
 def _end(artifact: Artifact, account: SenderAccount, transfer: Transfer, send: Send) -> pb.SendEnd:

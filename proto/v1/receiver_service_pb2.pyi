@@ -137,6 +137,22 @@ class AnswerEnd(_message.Message):
     ledger_json: str
     def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., ledger_json: _Optional[str] = ...) -> None: ...
 
+class TokenizerRequest(_message.Message):
+    __slots__ = ("known",)
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    known: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, known: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class TokenizerResponse(_message.Message):
+    __slots__ = ("digest", "length", "data")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    length: int
+    data: bytes
+    def __init__(self, digest: _Optional[bytes] = ..., length: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
 class MeasureRequest(_message.Message):
     __slots__ = ("padding",)
     PADDING_FIELD_NUMBER: _ClassVar[int]

@@ -64,6 +64,11 @@ class ReceiverServiceStub:
                 request_serializer=kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.ListRequest.SerializeToString,
                 response_deserializer=kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.ListResponse.FromString,
                 _registered_method=True)
+        self.Tokenizer = channel.unary_stream(
+                '/kvferry.proto.v1.ReceiverService/Tokenizer',
+                request_serializer=kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.TokenizerRequest.SerializeToString,
+                response_deserializer=kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.TokenizerResponse.FromString,
+                _registered_method=True)
         self.Measure = channel.unary_unary(
                 '/kvferry.proto.v1.ReceiverService/Measure',
                 request_serializer=kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.MeasureRequest.SerializeToString,
@@ -121,6 +126,13 @@ class ReceiverServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenizer(self, request, context):
+        """Brings the tokenizer of this receiver's model, which budgets count with. A sender keeps it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Measure(self, request, context):
         """Takes bytes and throws them away: what a sender measures the link with.
         """
@@ -167,6 +179,11 @@ def add_ReceiverServiceServicer_to_server(servicer, server):
                     servicer.List,
                     request_deserializer=kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.ListRequest.FromString,
                     response_serializer=kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.ListResponse.SerializeToString,
+            ),
+            'Tokenizer': grpc.unary_stream_rpc_method_handler(
+                    servicer.Tokenizer,
+                    request_deserializer=kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.TokenizerRequest.FromString,
+                    response_serializer=kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.TokenizerResponse.SerializeToString,
             ),
             'Measure': grpc.unary_unary_rpc_method_handler(
                     servicer.Measure,
@@ -341,6 +358,33 @@ class ReceiverService:
             '/kvferry.proto.v1.ReceiverService/List',
             kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.ListRequest.SerializeToString,
             kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.ListResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenizer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvferry.proto.v1.ReceiverService/Tokenizer',
+            kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.TokenizerRequest.SerializeToString,
+            kvferry_dot_proto_dot_v1_dot_receiver__service__pb2.TokenizerResponse.FromString,
             options,
             channel_credentials,
             insecure,

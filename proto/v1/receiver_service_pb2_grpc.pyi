@@ -43,6 +43,8 @@ class ReceiverServiceStub:
     """Answers a question from a committed artifact."""
     List: _grpc.UnaryUnaryMultiCallable[_receiver_service_pb2.ListRequest, _receiver_service_pb2.ListResponse]
     """Lists committed artifacts."""
+    Tokenizer: _grpc.UnaryStreamMultiCallable[_receiver_service_pb2.TokenizerRequest, _receiver_service_pb2.TokenizerResponse]
+    """Brings the tokenizer of this receiver's model, which budgets count with. A sender keeps it."""
     Measure: _grpc.UnaryUnaryMultiCallable[_receiver_service_pb2.MeasureRequest, _receiver_service_pb2.MeasureResponse]
     """Takes bytes and throws them away: what a sender measures the link with."""
     Drop: _grpc.UnaryUnaryMultiCallable[_receiver_service_pb2.DropRequest, _receiver_service_pb2.DropResponse]
@@ -63,6 +65,8 @@ class ReceiverServiceAsyncStub(ReceiverServiceStub):
     """Answers a question from a committed artifact."""
     List: _aio.UnaryUnaryMultiCallable[_receiver_service_pb2.ListRequest, _receiver_service_pb2.ListResponse]  # type: ignore[assignment]
     """Lists committed artifacts."""
+    Tokenizer: _aio.UnaryStreamMultiCallable[_receiver_service_pb2.TokenizerRequest, _receiver_service_pb2.TokenizerResponse]  # type: ignore[assignment]
+    """Brings the tokenizer of this receiver's model, which budgets count with. A sender keeps it."""
     Measure: _aio.UnaryUnaryMultiCallable[_receiver_service_pb2.MeasureRequest, _receiver_service_pb2.MeasureResponse]  # type: ignore[assignment]
     """Takes bytes and throws them away: what a sender measures the link with."""
     Drop: _aio.UnaryUnaryMultiCallable[_receiver_service_pb2.DropRequest, _receiver_service_pb2.DropResponse]  # type: ignore[assignment]
@@ -116,6 +120,14 @@ class ReceiverServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_receiver_service_pb2.ListResponse, _abc.Awaitable[_receiver_service_pb2.ListResponse]]:
         """Lists committed artifacts."""
+
+    @_abc_1.abstractmethod
+    def Tokenizer(
+        self,
+        request: _receiver_service_pb2.TokenizerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_receiver_service_pb2.TokenizerResponse], _abc.AsyncIterator[_receiver_service_pb2.TokenizerResponse]]:
+        """Brings the tokenizer of this receiver's model, which budgets count with. A sender keeps it."""
 
     @_abc_1.abstractmethod
     def Measure(

@@ -41,6 +41,7 @@ from kvferry.sender.parity import PROBE_QUESTION
 from kvferry.sender.parts import SenderParts
 from kvferry.sender.reading import Reading
 from kvferry.sender.sending import Send, Sending, progress_response
+from kvferry.sender.text.counted import BudgetParameters
 from kvferry.sender.text.zstd_text import ZstdParameters
 
 NAME = "auto"
@@ -143,6 +144,8 @@ class Choosing:
         start, parts, reading = time.perf_counter(), self._parts, send.reading
         model = parts.model
         found = await link.survey(send.receiver, send.security, parts.config.rpc_seconds, parts.links, parts.metrics)
+        if any(isinstance(candidate.parameters, BudgetParameters) for candidate in candidates.allowed(quality)):
+            await self._sending.count_for(send)
         decision = Decision(quality, found, model.speed.prefill_tokens_per_second)
         if all(map(holds_everything, candidates.allowed(quality))):
             _check_length(reading, found)

@@ -10,7 +10,6 @@ from typing import Any
 from kvferry.core.container import ids_to_bytes
 from kvferry.core.digests import Hasher
 from kvferry.core.errors import InvalidRequestError
-from kvferry.engine.content import ContentEncoder
 from kvferry.engine.model import LoadedModel
 
 SHORTEST = 32
@@ -56,8 +55,7 @@ def cut(model: LoadedModel, texts: Sequence[str], tokens: int, count: int, least
     """
     model.check_context(tokens, 0, 1)
     opening = _opening(model.tokenizer)
-    encoder = ContentEncoder(model.tokenizer)
-    windows = [_windows(encoder.encode(text), opening, tokens) for text in texts]
+    windows = [_windows(model.prompt.content.encode(text), opening, tokens) for text in texts]
     found = [window for turn in zip_longest(*windows) for window in turn if window is not None]
     full = [window for window in found if len(window) == tokens]
     shorter = [window for window in found if len(window) < tokens]

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Meta
 
 from kvferry.core import graphemes
-from kvferry.engine.prompt import PromptBuilder
+from kvferry.engine.content import ContentEncoder
 from kvferry.sender.text.assembly import Piece
 
 Budget = (
@@ -35,9 +35,9 @@ def budget_tokens(given: float, document: int) -> int:
 class CountedText:
     """A text and its tokens, as the prompt encodes it: on its own, with control strings as text."""
 
-    def __init__(self, prompt: PromptBuilder, text: str) -> None:
+    def __init__(self, counter: ContentEncoder, text: str) -> None:
         self.text = text
-        ranges = np.array(prompt.offsets(text), dtype=np.int64).reshape(-1, 2)
+        ranges = np.array(counter.offsets(text), dtype=np.int64).reshape(-1, 2)
         # A tokenizer that rewrites its input may give ranges that step back.
         self._starts = np.maximum.accumulate(ranges[:, 0])
         self._ends = np.maximum.accumulate(ranges[:, 1])
@@ -73,14 +73,14 @@ class CountedText:
         return [end - start for start, end in itertools.pairwise([*edges, self.tokens])]
 
 
-def within(prompt: PromptBuilder, text: str, budget: int) -> str:
+def within(counter: ContentEncoder, text: str, budget: int) -> str:
     """Return the longest beginning of a text that is cut between characters and takes at most ``budget`` tokens.
 
     It is the longest up to what shorter text gains by being encoded anew.
     """
     allowed = budget
     while True:
-        counted = CountedText(prompt, text)
+        counted = CountedText(counter, text)
         if counted.tokens <= budget:
             return text
         text = text[: counted.head(allowed)]

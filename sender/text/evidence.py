@@ -19,8 +19,9 @@ from kvferry.core.manifest import Scalar
 from kvferry.core.progress import Progress
 from kvferry.core.wire import MethodInfo
 from kvferry.engine.constrained import Chain, Constraint, Grammar
+from kvferry.engine.content import ContentEncoder
 from kvferry.engine.generate import Answer
-from kvferry.engine.prompt import EVIDENCE_SYSTEM, PromptBuilder, evidence_task, evidence_text
+from kvferry.engine.prompt import EVIDENCE_SYSTEM, evidence_task, evidence_text
 from kvferry.sender.method import EvidenceMaterial
 from kvferry.sender.reading import Reading
 from kvferry.sender.text.counted import BudgetParameters, budget_tokens
@@ -120,17 +121,17 @@ def find_evidence(
         InvalidRequestError: when the budget does not hold the first fact.
         ModelError: when the model's tokenizer cannot be kept to a form.
     """
-    prompt, text = reading.model.prompt, reading.text
+    counter, text = reading.counter, reading.text
     reading.check_length()
     yield Progress("tokenise", 0, len(text))
-    budget = budget_tokens(parameters.budget, reading.tokens)
+    budget = budget_tokens(parameters.budget, reading.receiver_tokens)
     task = evidence_task(question, with_form=parameters.constraint == "none")
     source = Source(text)
     # Asked for the facts of nothing, a model makes some up.
     answer, run = Answer(NOTHING, (), "stop"), None
     if text.strip() and parameters.constraint == "passages":
         check_room(reading, EVIDENCE_SYSTEM, task, ROOM_FOR_A_FACT, given=False)
-        run = PassageByPassage(prompt, source, (yield from ranked_passages(text, question)), budget)
+        run = PassageByPassage(counter, source, (yield from ranked_passages(text, question)), budget)
         if run.places:
             chain = Chain(reading.model.grammars, run.grammars())
             answer = yield from write(reading, EVIDENCE_SYSTEM, task, budget, chain, filled=lambda: run.read)
@@ -143,7 +144,7 @@ def find_evidence(
     stated.read(written.facts)
     notes, unknowns = (tuple(filter(fits, texts)) for texts in (written.notes, written.unknowns))
     whole = Evidence(stated.facts, notes, unknowns, written.complete, "length" if cut else "stop")
-    evidence, tokens = _within(prompt, whole, budget)
+    evidence, tokens = _within(counter, whole, budget)
     outcome = _outcome(reading, written, stated, evidence, tokens)
     return Found(evidence, outcome | {"generated": len(answer.token_ids), "cap_hit": evidence.stop == "length"})
 
@@ -157,7 +158,7 @@ class PassageByPassage:
         read: tokens of the facts so far, as a reader is given them.
     """
 
-    def __init__(self, prompt: PromptBuilder, source: Source, ranked: Iterable[Span], budget: int) -> None:
+    def __init__(self, counter: ContentEncoder, source: Source, ranked: Iterable[Span], budget: int) -> None:
         places: dict[str, Span] = {}
         for place in ranked:
             places.setdefault(source.text[slice(*place)], place)
@@ -165,7 +166,7 @@ class PassageByPassage:
         self.places = {passage: places[passage] for passage in islice(quotable(places), MAX_STATED + 1)}
         self.cut = False
         self.read = 0
-        self._prompt = prompt
+        self._counter = counter
         self._budget = budget
         self._stated = Statements(source, self.places)
 
@@ -185,7 +186,7 @@ class PassageByPassage:
     def _is_full(self, text: str) -> bool:
         self._stated.read(read_facts(text, cut=True).facts)
         stated_so_far = Evidence(self._stated.facts, (), (), complete=False, stop="length")
-        self.read = self._prompt.count(evidence_text(stated_so_far))
+        self.read = self._counter.count(evidence_text(stated_so_far))
         return self.read >= self._budget
 
 
@@ -197,21 +198,21 @@ def _constraint(reading: Reading, parameters: EvidenceParameters) -> Constraint 
     return reading.model.grammars.compile(evidence_grammar(quotes))
 
 
-def _within(prompt: PromptBuilder, evidence: Evidence, budget: int) -> tuple[Evidence, int]:
+def _within(counter: ContentEncoder, evidence: Evidence, budget: int) -> tuple[Evidence, int]:
     """Return as much of the evidence as a reader's budget holds, from the beginning, and the tokens that it takes.
 
     Raises:
         InvalidRequestError: when there are facts and it holds none.
     """
     first = evidence.facts[:1]
-    while (tokens := prompt.count(evidence_text(evidence))) > budget:
+    while (tokens := counter.count(evidence_text(evidence))) > budget:
         # What is last was least on the model's mind.
         name = next(name for name in ("unknowns", "notes", "facts") if getattr(evidence, name))
         kept = {name: getattr(evidence, name)[:-1]}
         evidence = msgspec.structs.replace(evidence, **kept, complete=False, stop="length")
     if first and not evidence.facts:
         alone = msgspec.structs.replace(evidence, facts=first, notes=(), unknowns=())
-        raise too_small(budget, prompt.count(evidence_text(alone)), "the first fact")
+        raise too_small(budget, counter.count(evidence_text(alone)), "the first fact")
     return evidence, tokens
 
 

@@ -112,14 +112,14 @@ class ExtractiveAware:
 def _extract(
     reading: Reading, parameters: BudgetParameters, question: str | None
 ) -> Generator[Progress, None, TextMaterial]:
-    prompt, text = reading.model.prompt, reading.text
+    counter, text = reading.counter, reading.text
     yield Progress("tokenise", 0, len(text))
-    document = CountedText(prompt, text)
+    document = CountedText(counter, text)
     pieces, words = yield from read_pieces(text, split(text))
     sentences = [text[piece.start : piece.end] for piece in pieces]
     scores = blind_scores(sentences, words) if question is None else aware_scores(question, words)
     budget = budget_tokens(parameters.budget, document.tokens)
-    selection = yield from select(prompt, document, pieces, ranked(scores), budget)
+    selection = yield from select(counter, document, pieces, ranked(scores), budget)
     outcome = {"tokens": selection.tokens, "sentences": selection.pieces, "of": len(pieces)}
     if question is not None:
         # Without a hit the ranking is the document's order, and whoever reads the answer should know.

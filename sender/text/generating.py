@@ -128,14 +128,14 @@ def write(
 def _finish(reading: Reading, answer: Answer, budget: int) -> Generated:
     cut = answer.finish_reason == "length"
     whole = answer.text.rstrip(_HALF_A_CHARACTER) if cut else answer.text
-    text = within(reading.model.prompt, whole.strip(), budget)
+    text = within(reading.counter, whole.strip(), budget)
     return Generated(text, len(answer.token_ids), cut or text != whole.strip())
 
 
 def outcome(reading: Reading, made: Generated) -> dict[str, Scalar]:
     """Return what a manifest says of a text that was generated."""
     return writer(reading) | {
-        "tokens": reading.model.prompt.count(made.text),
+        "tokens": reading.counter.count(made.text),
         "generated": made.generated,
         "cap_hit": made.cap_hit,
     }

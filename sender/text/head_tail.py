@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from kvferry.core import container
 from kvferry.core.progress import Progress
 from kvferry.core.wire import MethodInfo
-from kvferry.engine.prompt import PromptBuilder
+from kvferry.engine.content import ContentEncoder
 from kvferry.sender.method import TextMaterial
 from kvferry.sender.reading import Reading
 from kvferry.sender.text.assembly import Assembled, Piece, assemble
@@ -43,22 +43,22 @@ class HeadTail:
             InvalidRequestError: when the budget holds nothing of either end.
         """
         yield Progress("method", 0, 1)
-        document = CountedText(reading.model.prompt, reading.text)
+        document = CountedText(reading.counter, reading.text)
         budget = budget_tokens(parameters.budget, document.tokens)
-        made = head_and_tail(reading.model.prompt, document, budget)
+        made = head_and_tail(reading.counter, document, budget)
         if reading.text.strip() and not made.text:
-            raise too_small(budget, _enough(reading.model.prompt, document), "either end")
+            raise too_small(budget, _enough(reading.counter, document), "either end")
         yield Progress("method", 1, 1)
-        tokens = reading.model.prompt.count(made.text)
+        tokens = reading.counter.count(made.text)
         return TextMaterial(made.text, kind=container.ENDS, spans=made.spans, outcome={"tokens": tokens})
 
 
-def head_and_tail(prompt: PromptBuilder, document: CountedText, budget: int) -> Assembled:
+def head_and_tail(counter: ContentEncoder, document: CountedText, budget: int) -> Assembled:
     """Return at most ``budget`` tokens of a document: everything, or its beginning and its end, or one of these.
 
     Nothing is returned of a document of which no character of either end fits.
     """
-    text, mark = document.text, prompt.count(MARK)
+    text, mark = document.text, counter.count(MARK)
     if document.tokens <= budget:
         return assemble(text, [Piece(0, len(text))], _mark)
 
@@ -68,13 +68,13 @@ def head_and_tail(prompt: PromptBuilder, document: CountedText, budget: int) -> 
         return pieces if all(text[start:end].strip() for start, end in pieces) else []
 
     ways: tuple[_Way, ...] = (both, lambda room: [_head(document, room)], lambda room: [_tail(document, room)])
-    made = (_fitted(prompt, document, budget, way) for way in ways)
+    made = (_fitted(counter, document, budget, way) for way in ways)
     smallest = (assemble(text, [piece], _mark) for piece in _smallest(document))
-    fitting = (one for one in smallest if prompt.count(one.text) <= budget)
+    fitting = (one for one in smallest if counter.count(one.text) <= budget)
     return next((one for one in itertools.chain(made, fitting) if one.text.strip()), _NOTHING)
 
 
-def _fitted(prompt: PromptBuilder, document: CountedText, budget: int, way: _Way) -> Assembled:
+def _fitted(counter: ContentEncoder, document: CountedText, budget: int, way: _Way) -> Assembled:
     """Return what a way to cut makes of as many tokens as fit.
 
     Pieces are encoded anew, and a word that was cut may take more tokens than its part of the whole did.
@@ -82,7 +82,7 @@ def _fitted(prompt: PromptBuilder, document: CountedText, budget: int, way: _Way
     room = budget
     while room > 0:
         made = assemble(document.text, way(room), _mark)
-        over = prompt.count(made.text) - budget
+        over = counter.count(made.text) - budget
         if over <= 0:
             return made
         room -= over
@@ -106,9 +106,9 @@ def _smallest(document: CountedText) -> tuple[Piece, Piece]:
     return _head(document, head), _tail(document, tail)
 
 
-def _enough(prompt: PromptBuilder, document: CountedText) -> int:
+def _enough(counter: ContentEncoder, document: CountedText) -> int:
     """Return a budget that holds something."""
-    return min(prompt.count(document.text[start:end]) for start, end in _smallest(document))
+    return min(counter.count(document.text[start:end]) for start, end in _smallest(document))
 
 
 def _mark(_: str) -> str:

@@ -60,9 +60,9 @@ class LLMLingua2:
             InvalidRequestError: when the budget holds no word that the rule keeps at its rate.
             ModelError: when package, model or encoding is missing, or the package cannot rank a passage.
         """
-        prompt, text = reading.model.prompt, reading.text
+        counter, text = reading.counter, reading.text
         yield Progress("tokenise", 0, len(text))
-        tokens = reading.tokens
+        tokens = reading.receiver_tokens
         budget = budget_tokens(parameters.budget, tokens)
         if tokens <= budget:
             return TextMaterial(text, kind=container.COMPRESSED, outcome=_outcome(tokens, tokens))
@@ -71,7 +71,7 @@ class LLMLingua2:
         yield Progress("method", 0, tokens)
         compressor = self._compressors.get(parameters.model)
         made = yield from _compress(compressor, text, budget / tokens)
-        kept = within(prompt, made, budget)
+        kept = within(counter, made, budget)
         if not kept.strip():
             raise InvalidRequestError(
                 f"budget: {budget} tokens do not suffice for a word of this document: at that rate of its {tokens} "
@@ -79,7 +79,7 @@ class LLMLingua2:
                 field="budget",
                 value=budget,
             )
-        outcome = _outcome(prompt.count(kept), tokens, cap_hit=kept != made)
+        outcome = _outcome(counter.count(kept), tokens, cap_hit=kept != made)
         chosen_by = {"package": compressor.package, "checkpoint": compressor.checkpoint}
         return TextMaterial(kept, kind=container.COMPRESSED, outcome=outcome | chosen_by)
 

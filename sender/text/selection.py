@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvferry.core.errors import InvalidRequestError
 from kvferry.core.progress import Progress
-from kvferry.engine.prompt import PromptBuilder
+from kvferry.engine.content import ContentEncoder
 from kvferry.sender.text.assembly import Assembled, Piece, assemble, line_break
 from kvferry.sender.text.counted import CountedText
 
@@ -34,7 +34,7 @@ def ranked(scores: npt.NDArray[np.float64]) -> list[int]:
 
 
 def select(
-    prompt: PromptBuilder, document: CountedText, pieces: Sequence[Piece], order: Sequence[int], budget: int
+    counter: ContentEncoder, document: CountedText, pieces: Sequence[Piece], order: Sequence[int], budget: int
 ) -> Generator[Progress, None, Selection]:
     """Take pieces in order while they fit; one that does not is skipped.
 
@@ -43,7 +43,7 @@ def select(
     takes as long as encoding it.
 
     Args:
-        prompt: encodes as the receiver's prompt does.
+        counter: encodes as the receiver's prompt does.
         document: which the pieces make up.
         pieces: in the order of the document.
         order: their numbers, best first.
@@ -65,19 +65,19 @@ def select(
         if seen % _STEP == 0:
             yield Progress("method", seen, len(order))
         if used + costs[number] > budget and not counted:
-            used, counted = prompt.count(_join(document.text, pieces, taken).text), True
+            used, counted = counter.count(_join(document.text, pieces, taken).text), True
         if used + costs[number] <= budget:
             taken.append(number)
             used += costs[number]
     made = _join(document.text, pieces, taken)
     # The other way round is rare: cut out of its surroundings, a piece may take more tokens than it did there.
-    while (tokens := prompt.count(made.text)) > budget:
+    while (tokens := counter.count(made.text)) > budget:
         taken.pop()
         made = _join(document.text, pieces, taken)
     if document.text.strip() and not made.text.strip():
-        taken = [_first_alone(prompt, document.text, pieces, order, budget)]
+        taken = [_first_alone(counter, document.text, pieces, order, budget)]
         made = _join(document.text, pieces, taken)
-        tokens = prompt.count(made.text)
+        tokens = counter.count(made.text)
     yield Progress("method", len(order), len(order))
     return Selection(made, tokens, len(taken))
 
@@ -92,14 +92,14 @@ def too_small(budget: int, smallest: int, what: str) -> InvalidRequestError:
     )
 
 
-def _first_alone(prompt: PromptBuilder, text: str, pieces: Sequence[Piece], order: Sequence[int], budget: int) -> int:
+def _first_alone(counter: ContentEncoder, text: str, pieces: Sequence[Piece], order: Sequence[int], budget: int) -> int:
     """Return the best piece that fits by itself: within the document it may have taken more tokens, or others' place.
 
     Raises:
         InvalidRequestError: when there is none.
     """
     passages = {number: text[pieces[number].start : pieces[number].end] for number in order}
-    alone = {number: prompt.count(passage) for number, passage in passages.items() if passage.strip()}
+    alone = {number: counter.count(passage) for number, passage in passages.items() if passage.strip()}
     fitting = next((number for number, tokens in alone.items() if tokens <= budget), None)
     if fitting is None:
         raise too_small(budget, min(alone.values()), "the shortest piece")

@@ -71,7 +71,7 @@ def _summarise(
     # Asked to summarise nothing, a model makes something up.
     if reading.text.strip():
         reading.check_length()
-        budget = budget_tokens(parameters.budget, reading.tokens)
+        budget = budget_tokens(parameters.budget, reading.receiver_tokens)
         made = yield from generate(reading, SUMMARY_SYSTEM, instruction, budget)
         if not made.text:
             raise _nothing(made, budget)

@@ -206,9 +206,10 @@ def background() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
 
 @dataclass
 class Here:
-    """A daemon in this process."""
+    """A daemon in this process. ``tcp`` is where its TCP worker listens, if it has one."""
 
     address: str
+    tcp: str
     future: Any
     finished: threading.Event
 
@@ -224,8 +225,12 @@ def here(
 ) -> Iterator[Callable[..., Here]]:
     """Return a factory: ``here("receiver", model_dir, store="a name", wrap=function of the loaded model, …)``."""
     started: list[Here] = []
-    announced: queue.Queue[str] = queue.Queue()
-    monkeypatch.setattr(serving, "_announce", lambda _, address, *__, **___: announced.put(str(address)))
+    announced: queue.Queue[tuple[str, str]] = queue.Queue()
+
+    def announce(_: str, address: object, __: object, tcp: object, **___: object) -> None:
+        announced.put((str(address), f"{addresses.TCP_SCHEME}{tcp}" if tcp else ""))
+
+    monkeypatch.setattr(serving, "_announce", announce)
 
     def start(
         role: str,
@@ -242,7 +247,7 @@ def here(
             patch.setattr(node, "load", lambda *args, **keywords: wrap(load(*args, **keywords)))
             finished = threading.Event()
             future = background(_supervise(module.run(loaded), finished))
-            started.append(Here(_first(announced, future), future, finished))
+            started.append(Here(*_first(announced, future), future, finished))
         return started[-1]
 
     yield start
@@ -257,7 +262,7 @@ async def _supervise(work: Coroutine[Any, Any, None], finished: threading.Event)
         finished.set()
 
 
-def _first(announced: queue.Queue[str], future: Any) -> str:
+def _first(announced: queue.Queue[tuple[str, str]], future: Any) -> tuple[str, str]:
     while True:
         try:
             return announced.get(timeout=0.02)

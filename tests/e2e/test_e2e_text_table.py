@@ -59,7 +59,7 @@ def test_the_answer_is_the_models_own_from_what_was_sent(
     text = "" if method == "A0" else DOCUMENT
     if kind:
         text = material(at_the_receiver(pair, report.artifact_id), kind)
-        assert 0 < pair_model.prompt.count(text) == answer.ledger.tokens.material <= 120
+        assert 0 < pair_model.prompt.content.count(text) == answer.ledger.tokens.material <= 120
         assert answer.ledger.outcome["tokens"] == answer.ledger.tokens.material
     prefix = pair_model.prompt.prefix(text, DEFAULT_SYSTEM, kind or container.TEXT)
     assert answer.token_ids == own_answer(pair_model, prefix, pair_model.prompt.fresh(QUESTION), 6)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from mlx_lm import tokenizer_utils
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -146,7 +147,7 @@ def test_control_strings_in_content_are_text(
 
 
 def test_each_control_string_alone_and_cut(tokenizer: Any, added: dict[str, int]) -> None:
-    encoder = ContentEncoder(tokenizer)
+    encoder = ContentEncoder.of(tokenizer)
     assert encoder.forbidden == set(added.values())
     for token in added:
         for text in (token, token * 3, f" {token} ", token[:-1], token[1:], f"é{token}é"):
@@ -211,12 +212,12 @@ def own_pieces(*control: str) -> Any:
     size = backend.get_vocab_size()
     backend.add_tokens([AddedToken(item, normalized=False, special=item != TOP) for item in control])
     assert backend.get_vocab_size() == size, "a control string is not a piece of the vocabulary"
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
+    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=backend), eos_token_ids=[0])
 
 
 def test_control_strings_that_are_pieces_of_the_vocabulary_are_cut() -> None:
     tokenizer = own_pieces(STOP)
-    encoder = ContentEncoder(tokenizer)
+    encoder = ContentEncoder.of(tokenizer)
     assert encoder.forbidden == {tokenizer.convert_tokens_to_ids(STOP)}
     for text in ("STOP", "the STOP", "STOPSTOP", "SSTOPP STOP!", "é STOP é", "👩\u200d🚀STOP🚀"):
         ids = encoder.encode(text)
@@ -227,7 +228,7 @@ def test_control_strings_that_are_pieces_of_the_vocabulary_are_cut() -> None:
 
 def test_what_a_cut_leaves_may_need_another() -> None:
     tokenizer = own_pieces(STOP, TOP)
-    encoder = ContentEncoder(tokenizer)
+    encoder = ContentEncoder.of(tokenizer)
     ids = encoder.encode("a STOP b TOP")
     assert encoder.forbidden.isdisjoint(ids)
     assert text_of(tokenizer, ids) == "a STOP b TOP"
@@ -235,7 +236,7 @@ def test_what_a_cut_leaves_may_need_another() -> None:
 
 def test_any_number_of_cuts() -> None:
     tokenizer = own_pieces(STOP)
-    encoder = ContentEncoder(tokenizer)
+    encoder = ContentEncoder.of(tokenizer)
     text = "the STOP " * 3000
     ids = encoder.encode(text)
     assert encoder.forbidden.isdisjoint(ids)
@@ -246,7 +247,7 @@ def test_a_single_character_that_is_a_control_token_is_refused() -> None:
     vocabulary = {"a": 0, "b": 1, "§": 2}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.add_special_tokens(["§"])
-    encoder = ContentEncoder(PreTrainedTokenizerFast(tokenizer_object=backend))
+    encoder = ContentEncoder.of(TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=backend), eos_token_ids=[0]))
     assert encoder.encode("ab") == [0, 1]
     with pytest.raises(ModelError, match="'§' can only be encoded as a control token"):
         encoder.encode("ab§a")

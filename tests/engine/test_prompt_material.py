@@ -61,7 +61,7 @@ def test_a_document_is_the_default(prompt: PromptBuilder) -> None:
 @pytest.mark.parametrize("kind", LABELS)
 @pytest.mark.parametrize("text", TEXTS)
 def test_material_counts_what_it_adds_to_the_prompt(prompt: PromptBuilder, kind: str, text: str) -> None:
-    assert prompt.count(text) == len(prompt.prefix(text, kind=kind)) - len(prompt.prefix("", kind=kind))
+    assert prompt.content.count(text) == len(prompt.prefix(text, kind=kind)) - len(prompt.prefix("", kind=kind))
 
 
 def test_a_task_has_the_turn_to_itself(prompt: PromptBuilder, decoded: Callable[[list[int]], str]) -> None:
@@ -75,8 +75,8 @@ def test_offsets_say_what_every_token_stands_for(
     prompt: PromptBuilder, decoded: Callable[[list[int]], str], text: str
 ) -> None:
     ids = prompt.prefix(text)[len(prompt.prefix("")) :]
-    offsets = prompt.offsets(text)
-    assert len(offsets) == len(ids) == prompt.count(text)
+    offsets = prompt.content.offsets(text)
+    assert len(offsets) == len(ids) == prompt.content.count(text)
     for token, (start, end) in zip(ids, offsets, strict=True):
         piece = decoded([token])
         # Bytes of a longer character decode to nothing on their own.
@@ -86,9 +86,9 @@ def test_offsets_say_what_every_token_stands_for(
 
 def test_control_strings_shift_no_offset(prompt: PromptBuilder) -> None:
     before = "<|im_end|><think>" * 3
-    shifted = prompt.offsets(before + "\n門 4417")
+    shifted = prompt.content.offsets(before + "\n門 4417")
     assert [(start - len(before), end - len(before)) for start, end in shifted if start >= len(before)] == (
-        prompt.offsets("\n門 4417")
+        prompt.content.offsets("\n門 4417")
     )
 
 
@@ -159,7 +159,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(prompt: PromptBuilder) -
     watcher = threading.Thread(target=watch)
     watcher.start()
     start = time.perf_counter()
-    tokens = prompt.count(text)
+    tokens = prompt.content.count(text)
     seconds = time.perf_counter() - start
     done.set()
     watcher.join()

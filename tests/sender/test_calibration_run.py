@@ -34,7 +34,7 @@ def model(request: pytest.FixtureRequest, tiny_model: Callable[..., LoadedModel]
 
 
 def encoded(model: LoadedModel, text: str) -> tuple[int, ...]:
-    return tuple(ContentEncoder(model.tokenizer).encode(text))
+    return tuple(ContentEncoder.of(model.tokenizer).encode(text))
 
 
 def first_layer_queries(model: LoadedModel, ids: tuple[int, ...], *, rotated: bool = True) -> Any:
@@ -137,7 +137,7 @@ def test_sequences_begin_with_each_text_then_go_on(model: LoadedModel) -> None:
 
 def test_control_tokens_in_a_text_are_text(model: LoadedModel) -> None:
     read = corpus.cut(model, ["<|im_end|> x " * 40], 64, 2, 1)
-    assert not ContentEncoder(model.tokenizer).forbidden & {item for ids in read.sequences for item in ids}
+    assert not ContentEncoder.of(model.tokenizer).forbidden & {item for ids in read.sequences for item in ids}
 
 
 def test_what_the_tokenizer_puts_before_a_text_stands_before_each_sequence(

@@ -477,7 +477,7 @@ def test_a_method_whose_model_does_not_read_it_takes_a_document_of_any_length(
     shop: Any, model: LoadedModel, method: str, budget: dict[str, int]
 ) -> None:
     text = "The warehouse opens at seven. " * 1500
-    assert model.prompt.count(text) > 2 * model.profile.context_length
+    assert model.prompt.content.count(text) > 2 * model.profile.context_length
     assert shop.make(method, text, **budget).stored.manifest.form == "text"
 
 

@@ -204,7 +204,7 @@ def test_a_message_says_how_it_came_about(
     text = "Nils - keeps: bay C4\nNote: two lines here\nThe document does not say: the rent"
     assert evidence_text(of(made)) == text
     assert made.outcome == {
-        "tokens": model.prompt.count(text),
+        "tokens": model.prompt.content.count(text),
         "checkpoint": model.profile.model.weights.hex(),
         "instructions": instructions().hex(),
         "facts": 1,
@@ -237,13 +237,13 @@ def test_the_readers_budget_is_kept_from_the_end(
     lines = [f"Nils - keeps {at}: bay C4" for at in range(6)]
     lines += ["Note: note", "Note: more", "The document does not say: unknown"]
     for count in range(1, len(lines) + 1):
-        whole = model.prompt.count("\n".join(lines[:count]))
+        whole = model.prompt.content.count("\n".join(lines[:count]))
         for budget, kept in ((whole - 1, count - 1), (whole, count)):
             if not kept:
                 continue
             made = find(budget=budget)
             assert evidence_text(of(made)).splitlines() == lines[:kept]
-            assert made.outcome["tokens"] == model.prompt.count("\n".join(lines[:kept]))
+            assert made.outcome["tokens"] == model.prompt.content.count("\n".join(lines[:kept]))
             every = kept == len(lines)
             assert (of(made).complete, of(made).stop) == (every, "stop" if every else "length")
             assert made.outcome["cap_hit"] is not every
@@ -256,7 +256,7 @@ def test_a_budget_that_holds_no_fact_is_refused(
 ) -> None:
     first, small = fact("the key of bay C4", "the key of bay C4"), fact("C4", "bay C4", "C", "c")
     writes({"facts": [first, small], "notes": ["n"], "unknowns": ["u"]})
-    least = model.prompt.count("Nils - keeps: the key of bay C4")
+    least = model.prompt.content.count("Nils - keeps: the key of bay C4")
     for budget in (1, least - 1):
         with pytest.raises(InvalidRequestError, match=f"^budget: {budget} tokens .* first fact .* {least}$") as caught:
             find(method, budget=budget, constraint=constraint)
@@ -314,7 +314,7 @@ def test_what_has_no_room_is_refused_before_anything_is_done(
         monkeypatch.setattr(evidence_method, "ranked_passages", lambda *_: pytest.fail("it was ranked"))
         monkeypatch.setattr(LoadedModel, "prefill", lambda *_: pytest.fail("it was read"))
         # Passage by passage no other budget would help.
-        named, value = ("document", model.prompt.count(TEXT)) if constraint == "passages" else ("budget", most)
+        named, value = ("document", model.prompt.content.count(TEXT)) if constraint == "passages" else ("budget", most)
         with pytest.raises(
             ContextOverflowError, match=rf"^{named}: .*\b{value} tokens.* leaves {value - 1}$"
         ) as caught:
@@ -406,7 +406,7 @@ def states(passage: str, value: str) -> str:
 def passages_of(model: LoadedModel, ranked: list[str], budget: int) -> PassageByPassage:
     ends = list(itertools.accumulate(len(passage) + 1 for passage in ranked))
     places = [(end - 1 - len(passage), end - 1) for end, passage in zip(ends, ranked, strict=True)]
-    return PassageByPassage(model.prompt, Source("\n".join(ranked)), places, budget)
+    return PassageByPassage(model.prompt.content, Source("\n".join(ranked)), places, budget)
 
 
 def is_kept_to(model: LoadedModel, single: dict[int, int], grammar: Grammar, text: str) -> bool:
@@ -429,7 +429,7 @@ def test_each_passage_gets_a_fact_until_there_is_none(model: LoadedModel, single
 
 @pytest.mark.parametrize("spare", [-1, 0, 1])
 def test_a_full_budget_ends_the_list(model: LoadedModel, single: dict[int, int], spare: int) -> None:
-    read = model.prompt.count("x - y: 7\nx - y: said 8")
+    read = model.prompt.content.count("x - y: 7\nx - y: said 8")
     run = passages_of(model, ["Ann said 7.", "Bo said 8.", "Cy said 9."], read + spare)
     grammars = run.grammars()
     next(grammars)
@@ -441,7 +441,7 @@ def test_a_full_budget_ends_the_list(model: LoadedModel, single: dict[int, int],
 
 
 def test_what_is_said_again_does_not_fill_the_budget(model: LoadedModel, single: dict[int, int]) -> None:
-    run = passages_of(model, ["Ann said 7.", "Bo said 7.", "Cy said 9."], model.prompt.count("x - y: 7") + 1)
+    run = passages_of(model, ["Ann said 7.", "Bo said 7.", "Cy said 9."], model.prompt.content.count("x - y: 7") + 1)
     grammars = run.grammars()
     next(grammars)
     text = f'{{"facts": [{states("Ann said 7.", "7")}'

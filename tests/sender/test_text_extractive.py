@@ -55,7 +55,7 @@ def extract(workshop: Callable[..., Any], model: LoadedModel, drain: Callable[..
         material = drain(found.make(reading, registry.check_parameters(found, {"budget": budget})))
         assert isinstance(material, TextMaterial)
         assert material.text is not None
-        assert model.prompt.count(material.text) == material.outcome["tokens"]
+        assert model.prompt.content.count(material.text) == material.outcome["tokens"]
         return material
 
     return run
@@ -267,7 +267,7 @@ def test_fifty_thousand_words_in_a_second(
         parameters = registry.check_parameters(method, {"budget": 256})
         # The tokenizer is the model's, and this one, with its few merges, is slower than any real one.
         tokenizing = time.process_time()
-        model.prompt.offsets(text)
+        model.prompt.content.offsets(text)
         tokenizing = time.process_time() - tokenizing
         start = time.process_time()
         material = drain(method.make(reading, parameters))

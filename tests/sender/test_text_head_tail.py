@@ -43,11 +43,11 @@ def length(model: LoadedModel) -> Callable[[str], int]:
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_budget(model: LoadedModel, length: Callable[[str], int], name: str) -> None:
     text = TEXTS[name]
-    document = CountedText(model.prompt, text)
+    document = CountedText(model.prompt.content, text)
     edges = {0, *(match.end() for match in regex.finditer(r"\X", text))}
     whole = length(text)
     for budget in range(whole + 2):
-        made = head_and_tail(model.prompt, document, budget)
+        made = head_and_tail(model.prompt.content, document, budget)
         assert length(made.text) <= budget
         assert (made.text == text) is (budget >= whole)
         assert made.text.count("\ufffd") <= text.count("\ufffd")
@@ -69,38 +69,38 @@ def test_every_budget(model: LoadedModel, length: Callable[[str], int], name: st
 @pytest.mark.parametrize("name", ["ascii", "control strings"])
 def test_the_budget_is_used(model: LoadedModel, length: Callable[[str], int], name: str) -> None:
     # Every character here is a token at most, so nothing is lost at the cuts but what encoding anew may cost.
-    document = CountedText(model.prompt, TEXTS[name])
+    document = CountedText(model.prompt.content, TEXTS[name])
     for budget in range(document.tokens):
-        assert budget - length(head_and_tail(model.prompt, document, budget).text) <= 2
+        assert budget - length(head_and_tail(model.prompt.content, document, budget).text) <= 2
 
 
 def test_halves_are_equal_and_an_odd_token_goes_to_the_head(model: LoadedModel, length: Callable[[str], int]) -> None:
     # One token a character, whatever stands beside it.
     text = "".join(chr(code) for code in range(0x21, 0x7F) if not chr(code).isalpha()) * 3
-    document = CountedText(model.prompt, text)
+    document = CountedText(model.prompt.content, text)
     assert document.tokens == len(text)
     mark = length(MARK)
     for budget in (mark + 2, mark + 3, mark + 10, mark + 11):
-        head, found, tail = head_and_tail(model.prompt, document, budget).text.partition(MARK)
+        head, found, tail = head_and_tail(model.prompt.content, document, budget).text.partition(MARK)
         assert found
         assert (len(head), len(tail)) == (-(-(budget - mark) // 2), (budget - mark) // 2)
     for budget in range(mark + 2):
-        made = head_and_tail(model.prompt, document, budget)
+        made = head_and_tail(model.prompt.content, document, budget)
         assert made.text == text[:budget]
 
 
 def test_the_middle_is_marked_so_that_halves_never_make_a_new_word(model: LoadedModel) -> None:
     text = "44" + " and so on" * 40 + " 17"
-    document = CountedText(model.prompt, text)
+    document = CountedText(model.prompt.content, text)
     for budget in range(document.tokens):
-        made = head_and_tail(model.prompt, document, budget).text
+        made = head_and_tail(model.prompt.content, document, budget).text
         assert "4417" not in made
         assert made in text or MARK in made
 
 
 def test_a_fraction_is_of_the_documents_tokens(workshop: Callable[..., Any], model: LoadedModel) -> None:
     text = TEXTS["ascii"] * 5
-    tokens = model.prompt.count(text)
+    tokens = model.prompt.content.count(text)
     for fraction in (0.1, 0.5, 1.0):
         params = workshop(model).make("A2", text, budget=fraction).stored.manifest.method.params
         assert params["budget"] == fraction
@@ -121,8 +121,8 @@ def test_a_larger_budget_is_never_refused_where_a_smaller_one_is_not(
     workshop: Callable[..., Any], model: LoadedModel, name: str
 ) -> None:
     text = (TEXTS | HEAVY)[name]
-    document = CountedText(model.prompt, text)
-    sent = [head_and_tail(model.prompt, document, budget).text for budget in range(document.tokens + 1)]
+    document = CountedText(model.prompt.content, text)
+    sent = [head_and_tail(model.prompt.content, document, budget).text for budget in range(document.tokens + 1)]
     least = next(budget for budget, made in enumerate(sent) if made)
     assert all(made.replace(MARK, "").strip() for made in sent[least:])
     for budget in range(1, least):
@@ -137,11 +137,11 @@ def test_the_beginning_has_everything_where_mark_and_an_end_do_not_fit(
     model: LoadedModel, length: Callable[[str], int], name: str
 ) -> None:
     text = HEAVY[name]
-    document = CountedText(model.prompt, text)
+    document = CountedText(model.prompt.content, text)
     edges = [found.end() for found in regex.finditer(r"\X", text)]
     alone = 0
     for budget in range(document.tokens):
-        made = head_and_tail(model.prompt, document, budget).text
+        made = head_and_tail(model.prompt.content, document, budget).text
         if MARK in made:
             break
         longest = max((text[:end] for end in edges if length(text[:end]) <= budget), key=len, default="")
@@ -152,17 +152,17 @@ def test_the_beginning_has_everything_where_mark_and_an_end_do_not_fit(
     assert alone > 3
     # Once both are there, more tokens do not take one away.
     for more in range(budget, document.tokens):
-        assert MARK in head_and_tail(model.prompt, document, more).text
+        assert MARK in head_and_tail(model.prompt.content, document, more).text
 
 
 def test_where_nothing_of_the_beginning_fits_the_end_has_everything(model: LoadedModel) -> None:
     text = HEAVY["family"]
-    document = CountedText(model.prompt, text)
-    heavy = model.prompt.count(text.removesuffix(" family"))
-    end = model.prompt.count(" family")
+    document = CountedText(model.prompt.content, text)
+    heavy = model.prompt.content.count(text.removesuffix(" family"))
+    end = model.prompt.content.count(" family")
     for budget in range(end, heavy):
-        assert head_and_tail(model.prompt, document, budget).text == " family"
-    assert head_and_tail(model.prompt, document, heavy).text == text.removesuffix(" family")
+        assert head_and_tail(model.prompt.content, document, budget).text == " family"
+    assert head_and_tail(model.prompt.content, document, heavy).text == text.removesuffix(" family")
 
 
 def test_nothing_of_nothing_is_sent(workshop: Callable[..., Any], model: LoadedModel) -> None:
@@ -203,7 +203,7 @@ def test_a_beginning_within_a_budget(model: LoadedModel, length: Callable[[str],
     edges = {0, *(match.end() for match in regex.finditer(r"\X", text))}
     lengths = []
     for budget in range(length(text) + 1):
-        kept = within(model.prompt, text, budget)
+        kept = within(model.prompt.content, text, budget)
         assert text.startswith(kept)
         assert len(kept) in edges
         assert length(kept) <= budget
@@ -215,4 +215,4 @@ def test_a_beginning_within_a_budget(model: LoadedModel, length: Callable[[str],
 @pytest.mark.parametrize("name", ["ascii", "control strings"])
 def test_a_beginning_uses_its_budget(model: LoadedModel, length: Callable[[str], int], name: str) -> None:
     for budget in range(length(TEXTS[name])):
-        assert budget - length(within(model.prompt, TEXTS[name], budget)) <= 2
+        assert budget - length(within(model.prompt.content, TEXTS[name], budget)) <= 2

@@ -295,7 +295,7 @@ def test_a_budget_of_which_nothing_is_left_is_refused(
     words: int,
 ) -> None:
     package.keep = staticmethod(keep)
-    tokens = model.prompt.count(text)
+    tokens = model.prompt.content.count(text)
     allowed = budget if isinstance(budget, int) else int(tokens * budget)
     with pytest.raises(InvalidRequestError, match=f"^budget: {allowed} tokens do not suffice for a word of ") as caught:
         compress(text, budget=budget)

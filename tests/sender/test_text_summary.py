@@ -95,7 +95,7 @@ def test_it_is_what_the_model_writes_greedily(
     assert made.text
     # What the model spells in other tokens than the tokenizer may have to be cut once more.
     assert expected.startswith(made.text)
-    assert expected == made.text or model.prompt.count(expected) > 12
+    assert expected == made.text or model.prompt.content.count(expected) > 12
     assert made.outcome["cap_hit"] is (len(chosen) == 12 or expected != made.text)
 
 
@@ -174,8 +174,8 @@ def test_an_answer_that_takes_more_tokens_anew_is_cut_between_characters(
     text = "👨\u200d👩\u200d👧\u200d👦🇩🇰🇸🇪 and e\u0301"
     writes(text)
     kept = set()
-    for budget in range(1, model.prompt.count(text)):
-        if model.prompt.count(text[:7]) > budget:
+    for budget in range(1, model.prompt.content.count(text)):
+        if model.prompt.content.count(text[:7]) > budget:
             with pytest.raises(InvalidRequestError, match=f"^budget: {budget} tokens"):
                 summarise(budget=budget)
         else:
