@@ -20,13 +20,14 @@ from safetensors.numpy import save_file
 from kvferry.core import container
 from kvferry.core.digests import digest
 from kvferry.core.errors import InvalidRequestError, ModelError
-from kvferry.core.progress import Progress
+from kvferry.core.progress import Progress, finish
+from kvferry.engine.content import ContentEncoder
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.model_store import models_home
 from kvferry.sender import registry
 from kvferry.sender.method import TextMaterial
 from kvferry.sender.text import llmlingua2, llmlingua_package
-from kvferry.sender.text.llmlingua2 import LLMLingua2
+from kvferry.sender.text.llmlingua2 import LLMLingua2, LLMLingua2Parameters
 
 XLMR = "llmlingua-2-xlm-roberta-large-meetingbank"
 BERT = "llmlingua-2-bert-base-multilingual-cased-meetingbank"
@@ -301,6 +302,25 @@ def test_a_budget_of_which_nothing_is_left_is_refused(
         compress(text, budget=budget)
     assert caught.value.fields == {"field": "budget", "value": allowed}
     assert caught.value.message.endswith(f"at that rate of its {tokens} the compressor keeps {words} words")
+
+
+def test_a_budget_is_in_the_receivers_tokens(
+    workshop: Callable[..., Any], model: LoadedModel, package: type[StandIn], method: LLMLingua2
+) -> None:
+    description = json.loads(model.prompt.content.description)
+    description[0]["model"]["merges"] = []
+    reading = workshop(model).reading(TEXT)
+    reading.counter = ContentEncoder(json.dumps(description).encode())
+    # Byte by byte, as its vocabulary is spelt without merges.
+    whole = len(TEXT.encode())
+    assert reading.counter.count(TEXT) == whole > 1.4 * reading.tokens
+    for budget in (0.5, 20):
+        made = finish(method.make(reading, LLMLingua2Parameters(budget=budget)))
+        allowed = whole // 2 if budget == 0.5 else 20
+        assert made.text is not None
+        assert 0 < len(made.text.encode()) == made.outcome["tokens"] <= allowed
+        assert made.outcome["source_tokens"] == whole
+        assert package.made[-1].calls[-1]["rate"] == allowed / whole
 
 
 def test_another_compressor_in_the_same_place_makes_another_message(
