@@ -64,7 +64,8 @@ async def read(
         DeadlineError: when nothing comes for too long.
         KvferryError: when the call fails.
     """
-    call = start()
+    with rpc.translating(peer, method):
+        call = start()
     first = _FirstStatus(call)
     try:
         while True:

@@ -107,10 +107,12 @@ def read(
         cancellation: what may end the call from elsewhere.
 
     Raises:
+        CancelledError: when the client is closed meanwhile.
         DeadlineError: when nothing comes for too long.
         KvferryError: when the call fails.
     """
-    call = start()
+    with rpc.translating(peer, method):
+        call = start()
     if cancellation is not None:
         cancellation.attach(call)
     watch = _SilenceWatch(call, idle_timeout)

@@ -31,6 +31,8 @@ _BROKEN = ("Socket closed", "Connection reset", "Broken pipe", "GOAWAY")
 _STOPPING = "Cancelling all calls"
 # And when a server runs as many calls as it may.
 _TOO_MANY_CALLS = "Concurrent RPC limit"
+# And what both of its stacks say of a channel that was closed before the call, each in words of its own.
+_CLOSED = ("channel", "closed")
 _NEAREST: dict[grpc.StatusCode, tuple[type[KvferryError], str]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: (errors.DeadlineError, "{peer}: no answer to {method} in time"),
     grpc.StatusCode.CANCELLED: (errors.CancelledError, "{peer}: {method} was cancelled"),
@@ -60,7 +62,7 @@ async def reporting(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterato
 
 @contextlib.contextmanager
 def translating(peer: str, method: str) -> Iterator[None]:
-    """Turn every RpcError of the block into one of our errors.
+    """Turn every RpcError of the block into one of our errors, and the use of a channel that was closed meanwhile.
 
     Args:
         peer: host:port, for the message.
@@ -70,6 +72,10 @@ def translating(peer: str, method: str) -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise from_rpc(error, peer, method) from error
+    except (ValueError, grpc.aio.UsageError) as error:
+        if not all(word in str(error).casefold() for word in _CLOSED):
+            raise
+        raise errors.CancelledError(f"{peer}: {method} was cancelled", peer=peer, method=method) from error
 
 
 @contextlib.contextmanager
