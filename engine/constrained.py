@@ -179,13 +179,13 @@ class Chain:
 class GrammarCompiler:
     """Makes constraints for one model. Building it reads the whole vocabulary, which takes a second or two."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """Build from an mlx-lm tokenizer.
+    def __init__(self, tokenizer: Any, content: ContentEncoder) -> None:
+        """Build from an mlx-lm tokenizer and what encodes content with it.
 
         Raises:
             ModelError: when the library does not know its kind.
         """
-        self._encoder = ContentEncoder.of(tokenizer)
+        self._encoder = content
         backend = tokenizer.backend_tokenizer
         state = json.loads(backend.to_str())
         for token in state["added_tokens"]:

@@ -78,15 +78,10 @@ def describe_tokenizer(tokenizer: Any) -> bytes:
     return json.dumps([state, ends], sort_keys=True, separators=(",", ":")).encode("ascii")
 
 
-def tokenizer_identity(tokenizer: Any) -> Tokenizer:
-    """Digest an mlx-lm tokenizer: what ``describe_tokenizer`` writes, and the chat template.
-
-    Raises:
-        ModelError: when the tokenizer has no fast back end.
-    """
-    template = tokenizer.chat_template
-    shown = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-    return Tokenizer(digest(describe_tokenizer(tokenizer)), digest(shown.encode("utf-8", "surrogatepass")))
+def tokenizer_identity(description: bytes, chat_template: Any) -> Tokenizer:
+    """Digest a tokenizer: what ``describe_tokenizer`` writes, and the chat template, one or several by name."""
+    shown = chat_template if isinstance(chat_template, str) else json.dumps(chat_template, sort_keys=True)
+    return Tokenizer(digest(description), digest(shown.encode("utf-8", "surrogatepass")))
 
 
 def _files_digest(folder: Path, pattern: str, field: str) -> bytes:

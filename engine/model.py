@@ -17,7 +17,7 @@ from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 from kvferry.core import limits
 from kvferry.core.compat import LayerGeometry, Profile
 from kvferry.core.errors import ContextOverflowError, ModelError
-from kvferry.core.manifest import Model
+from kvferry.core.manifest import Model, Tokenizer
 from kvferry.engine import attention as attention_hook
 from kvferry.engine import fingerprint, head, rope
 from kvferry.engine.backend import check_compiler
@@ -124,7 +124,7 @@ class LoadedModel:
     @cached_property
     def grammars(self) -> GrammarCompiler:
         """What makes constraints for answers. The first use takes a second or two."""
-        return GrammarCompiler(self.tokenizer)
+        return GrammarCompiler(self.tokenizer, self.prompt.content)
 
     def check_context(self, prefix_tokens: int, fresh_tokens: int, max_tokens: int) -> None:
         """Refuse what does not fit the context.
@@ -193,9 +193,13 @@ def load(
         quantization=fingerprint.quantization(config),
         adapter=fingerprint.adapter_digest(Path(adapter)) if adapter else None,
     )
-    profile, rotations = _attach(model, config, identity, tokenizer, max_payload_bytes)
+    prompt = PromptBuilder(tokenizer)
+    tokens = fingerprint.tokenizer_identity(prompt.content.description, tokenizer.chat_template)
+    profile, rotations = _attach(
+        model, config, identity, tokens, ids=len(tokenizer), max_payload_bytes=max_payload_bytes
+    )
     speed = trial(model, profile.vocabulary, profile.context_length, prefill_chunk) if try_speed else Speed()
-    return LoadedModel(model, tokenizer, PromptBuilder(tokenizer), profile, prefill_chunk, rotations, speed)
+    return LoadedModel(model, tokenizer, prompt, profile, prefill_chunk, rotations, speed)
 
 
 def _locate(source: str, revision: str) -> Path:
@@ -244,11 +248,11 @@ def _reason(error: Exception) -> str:
 
 
 def _attach(
-    model: Any, config: dict[str, Any], identity: Model, tokenizer: Any, max_payload_bytes: int
+    model: Any, config: dict[str, Any], identity: Model, tokens: Tokenizer, *, ids: int, max_payload_bytes: int
 ) -> tuple[Profile, tuple[rope.Rotation, ...]]:
-    """Run the attach-time proofs and describe the model by what they measured."""
+    """Run the attach-time proofs and describe the model by what they measured; ``ids`` counts the tokenizer's."""
     context = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
-    probe, cache = rope.probe(model, len(tokenizer))
+    probe, cache = rope.probe(model, ids)
     layers = tuple(_geometry(layer) for layer in cache)
     attention = attention_hook.install(model)
     unsupported = probe.unsupported or _row_bound(model)
@@ -258,7 +262,7 @@ def _attach(
     vocabulary = _install_head(model)
     profile = Profile(
         model=identity,
-        tokenizer=fingerprint.tokenizer_identity(tokenizer),
+        tokenizer=tokens,
         prompt_version=PROMPT_VERSION,
         rope=tuple(rotation.rope for rotation in probe.rotations),
         layers=layers,

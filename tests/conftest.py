@@ -150,8 +150,9 @@ def grammar_tokenizer(tiny_tokenizer_dir: Path) -> Any:
 def compiler(grammar_tokenizer: Any) -> GrammarCompiler:
     """Return a compiler of grammars for that tokenizer."""
     from kvferry.engine.constrained import GrammarCompiler
+    from kvferry.engine.content import ContentEncoder
 
-    return GrammarCompiler(grammar_tokenizer)
+    return GrammarCompiler(grammar_tokenizer, ContentEncoder.of(grammar_tokenizer))
 
 
 @pytest.fixture(scope="session")

@@ -84,7 +84,7 @@ def test_an_end_token_that_is_text_ends_nothing_within_a_string(
 ) -> None:
     ends = [single[ord("e")], ENDS[0]]
     tokenizer = tokenizer_utils.load(tiny_tokenizer_dir, eos_token_ids=ends)
-    constraint = GrammarCompiler(tokenizer).compile(schema_grammar(LITTLE))
+    constraint = GrammarCompiler(tokenizer, ContentEncoder.of(tokenizer)).compile(schema_grammar(LITTLE))
     assert follow(constraint, single, '{"a":"th') == '{"a":"th'
     assert not tokenizer.eos_token_ids & set(allowed(constraint))
     assert follow(constraint, single, '","b":[]}') == '","b":[]}'
@@ -93,7 +93,7 @@ def test_an_end_token_that_is_text_ends_nothing_within_a_string(
 
 def test_ends_that_the_tokenizer_lacks_do_not_matter(tiny_tokenizer_dir: Path, single: dict[int, int]) -> None:
     tokenizer = tokenizer_utils.load(tiny_tokenizer_dir, eos_token_ids=[ENDS[0], 500, 10**6])
-    constraint = GrammarCompiler(tokenizer).compile(schema_grammar({"const": 1}))
+    constraint = GrammarCompiler(tokenizer, ContentEncoder.of(tokenizer)).compile(schema_grammar({"const": 1}))
     assert follow(constraint, single, "1") == "1"
     assert set(allowed(constraint, 512)) == {*ENDS} & tokenizer.eos_token_ids
 
@@ -186,7 +186,7 @@ def test_tokens_of_other_kinds_spell_the_same_grammar(make: Callable[[], Tokeniz
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
     backend.add_tokens([AddedToken("<tool>", normalized=False, special=False)])
     tokenizer = saved(backend, tmp_path)
-    compiler = GrammarCompiler(tokenizer)
+    compiler = GrammarCompiler(tokenizer, ContentEncoder.of(tokenizer))
     size = len(tokenizer)
     start = [
         tokenizer.backend_tokenizer.id_to_token(i).encode()
@@ -215,7 +215,7 @@ def test_a_character_that_no_token_spells_is_an_error(tmp_path: Path) -> None:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["</s>", "<unk>"])
     tokenizer = saved(backend, tmp_path)
-    constraint = GrammarCompiler(tokenizer).compile(Grammar('start: "aЖb" | "c"'))
+    constraint = GrammarCompiler(tokenizer, ContentEncoder.of(tokenizer)).compile(Grammar('start: "aЖb" | "c"'))
     assert allowed(constraint, len(letters)) == [letters.index("a"), letters.index("c")]
     constraint.accept(letters.index("a"))
     with pytest.raises(ModelError, match="no token of this model continues the answer"):
@@ -226,8 +226,9 @@ def test_a_tokenizer_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     backend = Tokenizer(models.BPE({"a": 0, "</s>": 1, "<unk>": 2}, []))
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(["</s>", "<unk>"])
+    tokenizer = saved(backend, tmp_path)
     with pytest.raises(ModelError, match="^tokenizer: no grammar can be applied to it: "):
-        GrammarCompiler(saved(backend, tmp_path))
+        GrammarCompiler(tokenizer, ContentEncoder.of(tokenizer))
 
 
 # --- Mistakes ---------------------------------------------------------------------------------------------------------
@@ -393,7 +394,9 @@ def test_what_must_follow_is_taken_as_it_would_be_spelt_or_not_at_all(
     backend = make()
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer = saved(backend, tmp_path)
-    ids = GrammarCompiler(tokenizer).compile(Grammar(f'start: "{text}"')).accept_forced(100)
+    ids = (
+        GrammarCompiler(tokenizer, ContentEncoder.of(tokenizer)).compile(Grammar(f'start: "{text}"')).accept_forced(100)
+    )
     spelt = "".join(map(tokenizer.backend_tokenizer.id_to_token, ids)).replace("▁", " ")
     assert text.startswith(spelt)
     assert spelt != " "

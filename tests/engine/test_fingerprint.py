@@ -19,9 +19,15 @@ from mlx_lm import tokenizer_utils
 
 from kvferry.core.digests import file_digest
 from kvferry.core.errors import ModelError
-from kvferry.core.manifest import Quantization
+from kvferry.core.manifest import Quantization, Tokenizer
 from kvferry.engine import fingerprint
-from kvferry.engine.fingerprint import adapter_digest, config_digest, tokenizer_identity, weights_digest
+from kvferry.engine.fingerprint import (
+    adapter_digest,
+    config_digest,
+    describe_tokenizer,
+    tokenizer_identity,
+    weights_digest,
+)
 
 
 @pytest.fixture
@@ -238,6 +244,10 @@ def changed_tokenizer(source: Path, tmp_path: Path, file: str, change: Callable[
     return tokenizer_utils.load(path)
 
 
+def identity_of(tokenizer: Any) -> Tokenizer:
+    return tokenizer_identity(describe_tokenizer(tokenizer), tokenizer.chat_template)
+
+
 def swap_two_entries(tokenizer: Any) -> None:
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
@@ -253,8 +263,8 @@ def make_it_special(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("change", [swap_two_entries, drop_a_merge, make_it_special])
 def test_a_changed_vocabulary(change: Callable[[Any], None], tiny_tokenizer_dir: Path, tmp_path: Path) -> None:
-    before = tokenizer_identity(tokenizer_utils.load(tiny_tokenizer_dir))
-    after = tokenizer_identity(changed_tokenizer(tiny_tokenizer_dir, tmp_path, "tokenizer.json", change))
+    before = identity_of(tokenizer_utils.load(tiny_tokenizer_dir))
+    after = identity_of(changed_tokenizer(tiny_tokenizer_dir, tmp_path, "tokenizer.json", change))
     assert after.vocab != before.vocab
     assert after.chat_template == before.chat_template
 
@@ -263,29 +273,29 @@ def test_a_changed_template(tiny_tokenizer_dir: Path, tmp_path: Path) -> None:
     def add_a_space(settings: Any) -> None:
         settings["chat_template"] += " "
 
-    before = tokenizer_identity(tokenizer_utils.load(tiny_tokenizer_dir))
-    after = tokenizer_identity(changed_tokenizer(tiny_tokenizer_dir, tmp_path, "tokenizer_config.json", add_a_space))
+    before = identity_of(tokenizer_utils.load(tiny_tokenizer_dir))
+    after = identity_of(changed_tokenizer(tiny_tokenizer_dir, tmp_path, "tokenizer_config.json", add_a_space))
     assert after.vocab == before.vocab
     assert after.chat_template != before.chat_template
 
 
 def test_other_ends_of_an_answer(tiny_tokenizer_dir: Path) -> None:
     first, second = (tokenizer_utils.load(tiny_tokenizer_dir, eos_token_ids=[end]) for end in (376, 377))
-    assert tokenizer_identity(first).vocab != tokenizer_identity(second).vocab
+    assert identity_of(first).vocab != identity_of(second).vocab
 
 
 def test_using_a_tokenizer_does_not_change_it(tiny_tokenizer_dir: Path) -> None:
     tokenizer = tokenizer_utils.load(tiny_tokenizer_dir)
-    before = tokenizer_identity(tokenizer)
+    before = identity_of(tokenizer)
     tokenizer.backend_tokenizer.enable_truncation(4)
     tokenizer.backend_tokenizer.enable_padding(length=4)
-    assert tokenizer_identity(tokenizer) == before
-    assert tokenizer_identity(tokenizer_utils.load(tiny_tokenizer_dir)) == before
+    assert identity_of(tokenizer) == before
+    assert identity_of(tokenizer_utils.load(tiny_tokenizer_dir)) == before
 
 
 def test_a_tokenizer_without_a_fast_back_end() -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
-        tokenizer_identity(SimpleNamespace(eos_token_ids={1}, chat_template=""))
+        describe_tokenizer(SimpleNamespace(eos_token_ids={1}, chat_template=""))
 
 
 # --- Adapter ----------------------------------------------------------------------------------------------------------

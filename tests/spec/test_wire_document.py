@@ -5,19 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from blake3 import blake3
 from loading import load
+from tokenizers import Tokenizer, models
 
 from kvferry.core import container, evidence
 from kvferry.core.container import header, raw_section, write_payload
 from kvferry.core.limits import MIN_CHUNK_BYTES
 from kvferry.core.store import ArtifactStore
 from kvferry.core.stored import Stored
+from kvferry.engine.content import ContentEncoder
+from kvferry.engine.fingerprint import describe_tokenizer
 from kvferry.engine.model import LoadedModel
 from kvferry.engine.residency import Residency
 from kvferry.sender import registry
@@ -136,6 +140,21 @@ def test_the_reader_is_short_and_knows_nothing_of_ours() -> None:
     assert len(text.splitlines()) <= 165
     assert "import kvferry" not in text
     assert "from kvferry" not in text
+
+
+def test_the_golden_tokenizer_of_the_document_is_one_and_has_its_digest() -> None:
+    document = (ROOT / "docs" / "wire.md").read_text("utf-8")
+    shown = re.search(r"^    (\[\{\"added_tokens\".*(?:\n    .+)*)$", document, re.MULTILINE)
+    digest = re.search(r"^Its digest is `([0-9a-f]{64})`", document, re.MULTILINE)
+    assert shown is not None
+    assert digest is not None
+    description = re.sub(r"\n +", "", shown[1]).encode()
+    assert blake3(description).hexdigest() == digest[1]
+    encoder = ContentEncoder(description)
+    assert encoder.vocab.hex() == digest[1]
+    assert encoder.encode("abba") == [2, 1, 0]
+    backend = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "ab": 2}, merges=[("a", "b")]))
+    assert describe_tokenizer(SimpleNamespace(backend_tokenizer=backend, eos_token_ids={0})) == description
 
 
 def test_the_golden_payload_of_the_document_is_what_is_written() -> None:
