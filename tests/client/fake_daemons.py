@@ -37,6 +37,8 @@ ACCOUNT = {
     "encode_ms": 0.25,
     "transfer_ms": 2.0,
     "fallback_reason": None,
+    "tokenizer_bytes": 120,
+    "tokenizer_ms": 3.5,
 }
 NODE = common_pb2.NodeDescription(
     role="receiver",
@@ -59,6 +61,7 @@ def ledger(artifact_id: bytes, **changes: Any) -> str:
         "payload_bytes": 1000,
         "resent_bytes": 0,
         "control_bytes": 20,
+        "tokenizer_bytes": 120,
         "lookups": {
             "count": 0,
             "calls": 0,
@@ -74,6 +77,7 @@ def ledger(artifact_id: bytes, **changes: Any) -> str:
         "ratio": 8.03,
         "tokens": {"sender_prefill": 40, "receiver_prefill": 9, "reused": 40, "generated": 4, "material": 0},
         "ms": {
+            "tokenizer": 3.5,
             "prefill": 1.5,
             "method": 0.5,
             "encode": 0.25,

@@ -50,6 +50,8 @@ def spent() -> bytes:
             "transfer_ms": 4.0,
             "fallback_reason": None,
             "auto": None,
+            "tokenizer_bytes": 0,
+            "tokenizer_ms": 0.0,
         },
         separators=(",", ":"),
     ).encode()

@@ -127,7 +127,8 @@ def test_a_send(house: Any, kept: Kept, role: str, fault: str, stage: str) -> No
         assert now - before <= {again.artifact_id}
         assert again.reused or (role, stage) == ("sender", "prefill")
         if stage == "transfer":
-            assert 0 < again.moved_bytes < again.payload_bytes
+            # All of it may have arrived before the fault, which comes some time after what the client saw.
+            assert again.moved_bytes < again.payload_bytes
         if now != before:
             assert again.moved_bytes == 0
         assert again.ask(QUESTION, max_tokens=TOKENS).token_ids == house.expected(text, QUESTION, TOKENS)
