@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 _PATH = click.Path(path_type=Path)
+_SECTION = re.compile(r"[a-z][a-z0-9-]*")
 
 
 @click.group()
@@ -27,12 +29,24 @@ def command() -> None:
     """
 
 
+def _section(context: click.Context, _: click.Parameter, value: str | None) -> str | None:
+    if value is not None and not _SECTION.fullmatch(value):
+        raise click.BadParameter(f"{value!r}: lower-case letters, digits and hyphens are needed, a letter first")
+    # --results is eager: it has been read by now, wherever it stands.
+    if value is not None and not context.params.get("results"):
+        raise click.BadParameter("there is no document to write it in without --results")
+    return value
+
+
 def _grid_options(function: _Command) -> _Command:
     """Add what every experiment takes."""
     for option in (
         click.option("--recorded", is_flag=True, help="Run no cell; show and write what is recorded."),
         click.option("--model", "models", multiple=True, help="Instead of the grid's models; may be repeated."),
-        click.option("--results", type=_PATH, help="Markdown document whose tables are to be written."),
+        click.option(
+            "--section", callback=_section, help="Name of the tables in that document, instead of the command's."
+        ),
+        click.option("--results", type=_PATH, is_eager=True, help="Markdown document whose tables are to be written."),
         click.option("--out", type=_PATH, help="JSON-lines file of records; by default in the user's data."),
         click.option("--grid", type=_PATH, help="TOML file; by default kvferry's own grid."),
     ):
@@ -48,6 +62,7 @@ def methods(
     grid: Path | None,
     out: Path | None,
     results: Path | None,
+    section: str | None,
     models: tuple[str, ...],
     recorded: bool,
     as_json: bool,
@@ -67,7 +82,7 @@ def methods(
     _check_found(records, out)
     if results:
         words = ["kvferry ablate methods", *_file("--grid", grid), *_repeated("--model", models)]
-        write(results, experiment.EXPERIMENT, tables.markdown(records, " ".join(words)))
+        write(results, section or experiment.EXPERIMENT, tables.markdown(records, " ".join(words)))
         output.remark(f"results: {results}")
     done = [record for record in records if record.status == "done"]
     lines = [(item.model, item.document, *row) for item, row in zip(done, tables.rows(done), strict=True)]
@@ -87,6 +102,7 @@ def answers(
     grid: Path | None,
     out: Path | None,
     results: Path | None,
+    section: str | None,
     models: tuple[str, ...],
     recorded: bool,
     questions: Path | None,
@@ -125,7 +141,7 @@ def answers(
             *_count("--sample", sample),
         ]
         cells = len(chosen.models) * len(chosen.cells(chosen.models[0], documents))
-        write(results, experiment.EXPERIMENT, tables.markdown(records, documents, " ".join(words), cells))
+        write(results, section or experiment.EXPERIMENT, tables.markdown(records, documents, " ".join(words), cells))
         output.remark(f"results: {results}")
     lines = [(name, *row) for name in chosen.models for row in tables.rows(records, name, documents)]
     worth = {"scores": msgspec.to_builtins(scores(records, documents))} if as_json else {}

@@ -228,3 +228,34 @@ def test_a_sample_of_questions_may_be_enough(asking: Callable[..., Result], tmp_
     assert [item["question"] for item in json.loads(shown.stdout)["records"]] == ["What is the code?"]
     assert "--method A1 --sample 1`" in results.read_text("utf-8")
     assert len(json.loads(asking("--json", "--method", "A1").stdout)["records"]) == 2
+
+
+def test_tables_may_stand_in_a_section_of_their_own(asking: Callable[..., Result], tmp_path: Path) -> None:
+    results = tmp_path / "results.md"
+    asking("--method", "A1", "--results", str(results))
+    first = results.read_text("utf-8")
+    shown = asking("--method", "A0", "--section", "answers-floor", "--results", str(results))
+    assert shown.exit_code == 0
+    both = results.read_text("utf-8")
+    assert both.startswith(first)
+    added = both.removeprefix(first).strip()
+    assert added.startswith("<!-- kvferry:answers-floor:begin -->\n")
+    assert added.endswith("\n<!-- kvferry:answers-floor:end -->")
+    assert "| A0 |" in added
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--results", "r.md", "--section", "a -->"), "lower-case letters, digits and hyphens"),
+        (("--results", "r.md", "--section", ""), "lower-case letters, digits and hyphens"),
+        (("--section", "floor"), "without --results"),
+    ],
+)
+def test_an_impossible_section_is_refused_before_anything_runs(
+    asking: Callable[..., Result], tmp_path: Path, words: tuple[str, ...], why: str
+) -> None:
+    shown = asking(*words)
+    assert shown.exit_code == 2
+    assert why in shown.stderr
+    assert not (tmp_path / "records.jsonl").exists()
