@@ -16,8 +16,8 @@ demo: setup-run ## fetch a small model and carry a document from one daemon to a
 	$(BIN)/kvferry models add smollm2-135m-instruct
 	$(BIN)/kvferry demo
 
-test: setup-dev ## run the tests (no network, no model)
-	$(BIN)/python -m pytest
+test: setup-dev ## run the tests, a file at a time on every core (no network, no model)
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-real: setup-dev ## run the tests that need the demo model (downloads it once)
 	$(BIN)/kvferry models add smollm2-135m-instruct

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+# A shell has what it starts in the background ignore SIGINT, and these tests with all that they start.
 SCRIPT = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from kvferry.cli import processes
 
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with processes.pair(sys.argv[1], Path(sys.argv[2])) as (sender, receiver):
     print(sender, receiver, flush=True)
     time.sleep(300)
