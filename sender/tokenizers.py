@@ -40,11 +40,17 @@ class Counter:
 
 @dataclass
 class _Answer:
-    """A receiver's: which tokenizer it has, and that unless it is known here. ``bytes`` crossed, both ways."""
+    """A receiver's: which tokenizer it has, and that unless it is known here."""
 
     digest: bytes = b""
     length: int = 0
     frame: bytes = b""
+
+
+@dataclass
+class _Tally:
+    """Bytes of messages that crossed, both ways, in attempts that failed too."""
+
     bytes: int = 0
 
 
@@ -81,15 +87,14 @@ class Tokenizers:
             StoreError: when the disk refuses.
             KvferryError: when the receiver cannot be reached, after several attempts.
         """
-        start, crossed = time.perf_counter(), 0
+        start, crossed = time.perf_counter(), _Tally()
         # What is kept on disk may turn out to be damaged, and is then asked for.
         for known in (await asyncio.to_thread(self._known), [self._own.vocab]):
-            answer = await link.asked(receiver, security, partial(self._ask, receiver, known))
-            crossed += answer.bytes
+            answer = await link.asked(receiver, security, partial(self._ask, receiver, known, crossed))
             encoder = self._at_hand(answer.digest) or await asyncio.to_thread(self._read, receiver, answer)
             if encoder is not None:
                 self._keep(encoder)
-                return Counter(encoder, crossed, (time.perf_counter() - start) * 1000)
+                return Counter(encoder, crossed.bytes, (time.perf_counter() - start) * 1000)
         raise PeerError(
             f"{receiver}: its tokenizer {answer.digest.hex()} did not come, and is not known here", peer=str(receiver)
         )
@@ -138,15 +143,22 @@ class Tokenizers:
         self._files.remove(vocab)
         return None
 
-    async def _ask(self, receiver: Address, known: list[bytes], stub: pb_grpc.ReceiverServiceAsyncStub) -> _Answer:
-        request = pb.TokenizerRequest(known=known)
+    async def _ask(
+        self, receiver: Address, known: list[bytes], crossed: _Tally, stub: pb_grpc.ReceiverServiceAsyncStub
+    ) -> _Answer:
+        peer, request = str(receiver), pb.TokenizerRequest(known=known)
         call = stub.Tokenizer(request, metadata=request_ids.outgoing())
         self._metrics.sent("tokenizer", request.ByteSize())
-        answer, pieces, size = _Answer(bytes=request.ByteSize()), [], 0
+        crossed.bytes += request.ByteSize()
+        answer, size = _Answer(), 0
+        pieces: list[bytes] = []
         try:
             while (response := await self._next(call, receiver)) is not None:
                 self._metrics.received("tokenizer", response.ByteSize())
-                answer.bytes += response.ByteSize()
+                crossed.bytes += response.ByteSize()
+                # Without data nothing would ever end what is read here.
+                if pieces and not response.data:
+                    raise PeerError(f"{receiver}: tokenizer: a message without data", peer=peer, field="tokenizer")
                 answer.digest = answer.digest or response.digest
                 answer.length = answer.length or response.length
                 pieces.append(response.data)

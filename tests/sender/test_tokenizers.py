@@ -235,8 +235,11 @@ async def test_no_more_are_named_than_a_receiver_takes(asking: Asking, own: Cont
 
 async def test_a_receiver_that_is_just_starting_is_asked_again(asking: Asking) -> None:
     asking.receiver.refusals = 2
-    assert (await asking.ask()).encoder.description == asking.receiver.has
+    counter = await asking.ask()
+    assert counter.encoder.description == asking.receiver.has
     assert len(asking.receiver.asked) == 3
+    # What was asked in vain crossed as well.
+    assert counter.bytes == asking.receiver.crossed == asking.counted()
 
 
 async def test_a_silent_receiver_ends_the_call(asking: Asking) -> None:
@@ -308,3 +311,10 @@ async def test_an_endless_answer_is_cut(asking: Asking, monkeypatch: pytest.Monk
     asking.receiver.messages = lambda: [pb.TokenizerResponse(digest=DIGEST, length=5, data=bytes(MIB))] * 50
     with pytest.raises(PeerError, match=f"tokenizer: {4 * MIB} bytes, the limit is {3 * MIB}"):
         await asking.ask()
+
+
+async def test_an_answer_that_says_nothing_for_ever_is_cut(asking: Asking) -> None:
+    asking.receiver.messages = lambda: [pb.TokenizerResponse(digest=DIGEST), *[pb.TokenizerResponse()] * 50]
+    with pytest.raises(PeerError, match=f"^{asking.address}: tokenizer: a message without data"):
+        await asking.ask()
+    assert asking.counted() < 100
