@@ -11,8 +11,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from google.protobuf.message import Message
-
 from kvferry.core import channel, request_ids, rpc, wire
 from kvferry.core.addresses import Address
 from kvferry.core.choice import LinkSpeed
@@ -48,6 +46,13 @@ class Survey:
     node: NodeInfo
     link: LinkSpeed
     probe_bytes: int
+
+
+@dataclass
+class Tally:
+    """Bytes of messages that crossed, both ways, in attempts that failed too."""
+
+    bytes: int = 0
 
 
 @dataclass
@@ -104,9 +109,10 @@ async def survey(receiver: Address, security: PeerSecurity, seconds: float, link
         PeerError: when the receiver cannot say how fast it reads.
         KvferryError: when it cannot be reached, after several attempts.
     """
+    crossed = Tally()
 
     async def ask(stub: pb_grpc.ReceiverServiceAsyncStub) -> Survey:
-        return await _survey(Probe(stub, receiver, seconds, metrics), receiver, links)
+        return await _survey(Probe(stub, receiver, seconds, metrics, crossed), receiver, links)
 
     return await asked(receiver, security, ask)
 
@@ -150,26 +156,27 @@ async def _survey(probe: Probe, receiver: Address, links: Links) -> Survey:
     if link is None:
         link = await probe.measure()
         links.keep(receiver, link)
-    return Survey(node, link, probe.bytes)
+    return Survey(node, link, probe.crossed.bytes)
 
 
 @dataclass
 class Probe:
-    """A few calls to one receiver. ``bytes`` counts their messages, both ways."""
+    """A few calls to one receiver."""
 
     stub: pb_grpc.ReceiverServiceAsyncStub
     receiver: Address
     seconds: float
     metrics: Counting
+    crossed: Tally = field(default_factory=Tally)
     clock: Callable[[], float] = time.perf_counter
-    bytes: int = field(default=0, init=False)
 
     async def describe(self) -> NodeInfo:
         """Call Describe."""
         request = pb.ReceiverServiceDescribeRequest()
+        self.crossed.bytes += request.ByteSize()
         call = self.stub.Describe(request, timeout=self.seconds, metadata=request_ids.outgoing())
         response = await rpc.answer(call, str(self.receiver), "Describe")
-        self._count(request, response)
+        self.crossed.bytes += response.ByteSize()
         return wire.node_from_message(response.node)
 
     async def measure(self) -> LinkSpeed:
@@ -185,18 +192,16 @@ class Probe:
     async def _call(self, size: int) -> float:
         # Random bytes cannot be compressed on the way.
         request = pb.MeasureRequest(padding=os.urandom(size))
+        self.metrics.sent("measure", request.ByteSize())
+        self.crossed.bytes += request.ByteSize()
         start = self.clock()
         call = self.stub.Measure(request, timeout=self.seconds, metadata=request_ids.outgoing())
         response = await rpc.answer(call, str(self.receiver), "Measure")
         milliseconds = (self.clock() - start) * 1000
+        self.metrics.received("measure", response.ByteSize())
+        self.crossed.bytes += response.ByteSize()
         if response.received != size:
             raise PeerError(
                 f"{self.receiver}: took {response.received} of {size} bytes of Measure", peer=str(self.receiver)
             )
-        self.metrics.sent("measure", request.ByteSize())
-        self.metrics.received("measure", response.ByteSize())
-        self._count(request, response)
         return milliseconds
-
-    def _count(self, request: Message, response: Message) -> None:
-        self.bytes += request.ByteSize() + response.ByteSize()

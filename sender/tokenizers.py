@@ -47,13 +47,6 @@ class _Answer:
     frame: bytes = b""
 
 
-@dataclass
-class _Tally:
-    """Bytes of messages that crossed, both ways, in attempts that failed too."""
-
-    bytes: int = 0
-
-
 class Tokenizers:
     """The tokenizers of receivers. They share the store's budget and its time to live. For one event loop."""
 
@@ -87,7 +80,7 @@ class Tokenizers:
             StoreError: when the disk refuses.
             KvferryError: when the receiver cannot be reached, after several attempts.
         """
-        start, crossed = time.perf_counter(), _Tally()
+        start, crossed = time.perf_counter(), link.Tally()
         # What is kept on disk may turn out to be damaged, and is then asked for.
         for known in (await asyncio.to_thread(self._known), [self._own.vocab]):
             answer = await link.asked(receiver, security, partial(self._ask, receiver, known, crossed))
@@ -144,7 +137,7 @@ class Tokenizers:
         return None
 
     async def _ask(
-        self, receiver: Address, known: list[bytes], crossed: _Tally, stub: pb_grpc.ReceiverServiceAsyncStub
+        self, receiver: Address, known: list[bytes], crossed: link.Tally, stub: pb_grpc.ReceiverServiceAsyncStub
     ) -> _Answer:
         peer, request = str(receiver), pb.TokenizerRequest(known=known)
         call = stub.Tokenizer(request, metadata=request_ids.outgoing())

@@ -40,6 +40,7 @@ class FarReceiver(pb_grpc.ReceiverServiceServicer):
     reads: float = 50.0
     busy: int = 0
     lost: int = 0
+    breaks_at: int = -1
     sizes: list[int] = field(default_factory=list)
     messages: int = 0
 
@@ -57,6 +58,9 @@ class FarReceiver(pb_grpc.ReceiverServiceServicer):
     async def Measure(self, request: pb.MeasureRequest, context: Any) -> pb.MeasureResponse:
         size = len(request.padding)
         self.sizes.append(size)
+        if len(self.sizes) == self.breaks_at:
+            self.messages += request.ByteSize()
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
         await asyncio.sleep(self.delay + size / self.speed)
         response = pb.MeasureResponse(received=max(size - self.lost, 0))
         self.messages += request.ByteSize() + response.ByteSize()
@@ -116,6 +120,15 @@ async def test_every_byte_of_a_survey_is_counted_and_no_link_is_measured_twice()
     assert (len(receiver.sizes), counted(one, "sent")) == (calls, sent)
     assert second.probe_bytes == receiver.messages - before > 0
     assert counted(one, "received") > 0
+
+
+async def test_what_was_measured_in_vain_is_counted_too() -> None:
+    receiver, one = FarReceiver(delay=0.002, breaks_at=4), metrics()
+    async with serving(receiver) as address:
+        found = await survey(address, PLAINTEXT, 10, Links(), one)
+    assert receiver.sizes[:5] == [0, 0, 0, PADDINGS[0], 0]
+    assert found.probe_bytes == receiver.messages
+    assert counted(one, "sent") > sum(receiver.sizes) > 2 * PADDINGS[0]
 
 
 async def test_a_busy_receiver_is_asked_again_and_not_for_ever() -> None:
