@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 K1 = 1.5
 B = 0.75
+_DECIMALS = 12
 
 
 def scores(question: Sequence[str], passages: Sequence[Sequence[str]]) -> npt.NDArray[np.float64]:
@@ -34,3 +35,12 @@ def scores(question: Sequence[str], passages: Sequence[Sequence[str]]) -> npt.ND
     index.index((numbered, dict(vocabulary)), show_progress=False)
     found: npt.NDArray[np.float64] = index.get_scores_from_ids(asked)
     return found
+
+
+def ranked(found: npt.NDArray[np.float64]) -> list[int]:
+    """Return what was scored by its number, best first; equal scores, to twelve decimals, in the order given.
+
+    A sum of floats depends on the order of its terms, and what depends on that is no difference.
+    """
+    order: list[int] = np.argsort(-np.round(found, _DECIMALS), kind="stable").tolist()
+    return order

@@ -52,9 +52,14 @@ def terms(text: str) -> list[str]:
             if not _is_plain(word):
                 parts = _HUMP.split(word)
                 if len(parts) > 1:
-                    found += (part.casefold() for part in parts)
-            found.append(word.casefold())
+                    found += (_folded(part) for part in parts)
+            found.append(_folded(word))
     return found
+
+
+def _folded(word: str) -> str:
+    # Folding takes apart some letters with two marks that a capital with its marks never had in one.
+    return word.casefold() if word.isascii() else unicodedata.normalize("NFC", word.casefold())
 
 
 def concrete_share(text: str) -> float:

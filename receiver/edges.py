@@ -42,8 +42,8 @@ _CONTINUES = regex.compile(
     """,
     _FLAGS,
 )
-# What does not go on. A mark may follow punctuation too, and in text does not.
-_CLOSED = regex.compile(r"[[\p{P}\p{Z}\p{Sc}\p{Sm}\p{Cc}]--[\p{Extended_Pictographic}\#*]]", _FLAGS)
+# What does not go on. A mark may follow punctuation too, and in text does not; after = it makes another sign of it.
+_CLOSED = regex.compile(r"[[\p{P}\p{Z}\p{Sc}\p{Cc}]--[\p{Extended_Pictographic}\#*]]", _FLAGS)
 
 
 def first_whole(text: str) -> int:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-
 from kvferry.core import bm25
 from kvferry.core.evidence import Reference
 from kvferry.core.spans import Span
@@ -138,8 +136,7 @@ def _best(references: Sequence[Reference], question: str) -> Iterator[Reference]
     """Yield the references that share a term with the question, each place once."""
     scores = bm25.scores(terms(question), [terms(f"{item.entity} {item.attribute}") for item in references])
     seen: set[Place] = set()
-    # A stable sort leaves equals in the order of the message.
-    for index in np.argsort(-scores, kind="stable").tolist():
+    for index in bm25.ranked(scores):
         place = Place(references[index].start, references[index].end)
         if scores[index] <= 0 or len(seen) == MAX_LOOKUPS:
             return

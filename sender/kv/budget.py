@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Generic, TypeVar
 
 from kvferry.core.errors import InvalidRequestError
+from kvferry.core.shares import share
 
 Kept = TypeVar("Kept")
 _UNITS = {"kib": 1024, "mib": 1024**2, "gib": 1024**3, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "b": 1}
@@ -17,7 +19,7 @@ def parse_bytes(text: str) -> int:
     plain = text.strip().casefold()
     for unit, factor in _UNITS.items():
         if plain.endswith(unit):
-            return math.floor(float(plain.removesuffix(unit)) * factor)
+            return math.floor(Decimal(plain.removesuffix(unit)) * factor)
     raise InvalidRequestError(
         f"budget: {text!r} has no unit; B, KB, MB, GB, KiB, MiB or GiB", field="budget", value=text
     )
@@ -41,7 +43,7 @@ def spend(
     if isinstance(given, str):
         return _Bytes(parse_bytes(given), keep, size).most(tokens, block)
     if isinstance(given, float):
-        return keep(max(1, math.floor(tokens * given)))
+        return keep(max(1, share(given, tokens)))
     return keep(min(given, tokens))
 
 

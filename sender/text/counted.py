@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -12,6 +11,7 @@ import numpy as np
 from msgspec import Meta
 
 from kvferry.core import graphemes
+from kvferry.core.shares import share
 from kvferry.engine.content import ContentEncoder
 from kvferry.sender.text.assembly import Piece
 
@@ -29,7 +29,7 @@ class BudgetParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def budget_tokens(given: float, document: int) -> int:
     """Return a budget in tokens, at least 1; ``document`` counts the document's."""
-    return max(1, math.floor(document * given)) if isinstance(given, float) else given
+    return max(1, share(given, document)) if isinstance(given, float) else given
 
 
 class CountedText:

@@ -20,7 +20,7 @@ from kvferry.sender.reading import Reading
 from kvferry.sender.text.assembly import Piece
 from kvferry.sender.text.centrality import centrality
 from kvferry.sender.text.counted import BudgetParameters, CountedText, budget_tokens
-from kvferry.sender.text.selection import ranked, select
+from kvferry.sender.text.selection import select
 from kvferry.sender.text.sentences import pieces as split
 
 _STEP = 512
@@ -119,7 +119,7 @@ def _extract(
     sentences = [text[piece.start : piece.end] for piece in pieces]
     scores = blind_scores(sentences, words) if question is None else aware_scores(question, words)
     budget = budget_tokens(parameters.budget, document.tokens)
-    selection = yield from select(counter, document, pieces, ranked(scores), budget)
+    selection = yield from select(counter, document, pieces, bm25.ranked(scores), budget)
     outcome = {"tokens": selection.tokens, "sentences": selection.pieces, "of": len(pieces)}
     if question is not None:
         # Without a hit the ranking is the document's order, and whoever reads the answer should know.

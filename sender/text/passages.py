@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 
-from kvferry.core import graphemes
+from kvferry.core import bm25, graphemes
 from kvferry.core.progress import Progress
 from kvferry.sender.text import word_edges
 from kvferry.sender.text.assembly import Piece
 from kvferry.sender.text.evidence_grammars import MAX_QUOTE
 from kvferry.sender.text.extractive import aware_scores, blind_scores, read_pieces
-from kvferry.sender.text.selection import ranked
 from kvferry.sender.text.sentences import pieces
 
 
@@ -36,5 +35,5 @@ def ranked_passages(text: str, question: str | None) -> Generator[Progress, None
     if question is not None:
         fitting = aware_scores(question, words)
         if fitting.any():
-            return [found[at] for at in ranked(fitting) if fitting[at] > 0]
-    return [found[at] for at in ranked(blind_scores([text[slice(*passage)] for passage in found], words))]
+            return [found[at] for at in bm25.ranked(fitting) if fitting[at] > 0]
+    return [found[at] for at in bm25.ranked(blind_scores([text[slice(*passage)] for passage in found], words))]

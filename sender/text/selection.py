@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from kvferry.core.errors import InvalidRequestError
 from kvferry.core.progress import Progress
 from kvferry.engine.content import ContentEncoder
@@ -15,7 +12,6 @@ from kvferry.sender.text.assembly import Assembled, Piece, assemble, line_break
 from kvferry.sender.text.counted import CountedText
 
 _STEP = 1024
-_DECIMALS = 12
 
 
 @dataclass(frozen=True)
@@ -25,12 +21,6 @@ class Selection:
     made: Assembled
     tokens: int
     pieces: int
-
-
-def ranked(scores: npt.NDArray[np.float64]) -> list[int]:
-    """Return piece numbers, best first; equal scores, to twelve decimals, in the document's order."""
-    order: list[int] = np.argsort(-np.round(scores, _DECIMALS), kind="stable").tolist()
-    return order
 
 
 def select(

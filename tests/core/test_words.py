@@ -56,6 +56,11 @@ def test_scripts_without_spaces_give_characters_and_pairs(text: str, expected: s
         ("1,400,000", "1400000"),
         ("ｱｸｾｽ", "アクセス"),
         ("٣٥٠", "350"),
+        # Letters with two marks have no capital of their own.
+        *(
+            (f"ab{letter}cd", f"ab{letter}cd".upper())
+            for letter in "\u0390\u03b0\u1fd2\u1fd3\u1fd7\u1fe2\u1fe3\u1fe7\u0149\u01f0"
+        ),
     ],
 )
 def test_another_writing_of_the_same_word_is_the_same_term(one: str, other: str) -> None:

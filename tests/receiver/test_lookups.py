@@ -51,6 +51,14 @@ def test_the_better_match_comes_first_and_equals_in_the_order_of_the_message() -
     assert [reference.start for reference in wanted.references] == [300, 100, 400]
 
 
+def test_equals_are_equal_however_their_sums_are_rounded() -> None:
+    # Five terms of the same weights, summed in two orders, differ in the last bit.
+    names = ("epsilon gamma delta beta", "alpha beta epsilon gamma", "zeta")
+    references = [at(10 * n, 10 * n + 5, name, "") for n, name in enumerate(names)]
+    wanted = lookups.choose(references, "delta gamma epsilon zeta alpha beta", LENGTH)
+    assert [reference.start for reference in wanted.references] == [0, 10, 20]
+
+
 def test_a_match_of_the_only_reference_counts() -> None:
     assert lookups.choose([at(5, 9)], QUESTION, 20).places == ((0, 20),)
 

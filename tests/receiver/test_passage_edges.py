@@ -112,6 +112,8 @@ CLUSTERS = (
     "e\u0301",
     "한",
     "각",
+    "=\u0338",
+    "<",
     "\r\n",
     "価",
     "north",
@@ -144,6 +146,9 @@ def test_no_character_is_left_in_part(document: str, data: st.DataObject) -> Non
         ("は45円", "は"),
         ("価格は高い。", "価格は高い。"),
         ("がか", "が"),
+        # A stroke through it would say the opposite.
+        ("the valve is =", "the valve is "),
+        ("a <\u0338", "a "),
         ("👩", ""),
     ],
 )

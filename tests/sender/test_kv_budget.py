@@ -24,6 +24,8 @@ from kvferry.sender.kv import budget
         ("3MB", 3 * 10**6),
         ("1GB", 10**9),
         ("0.5GiB", 2**29),
+        ("1.001KB", 1001),
+        ("0.57KB", 570),
     ],
 )
 def test_bytes_have_a_unit(text: str, expected: int) -> None:
@@ -36,7 +38,8 @@ def test_bytes_without_a_unit_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "rows"), [(1, 1), (64, 64), (700, 700), (9000, 700), (1.0, 700), (0.25, 175), (0.001, 1), (0.9999, 699)]
+    ("given", "rows"),
+    [(1, 1), (64, 64), (700, 700), (9000, 700), (1.0, 700), (0.25, 175), (0.57, 399), (0.001, 1), (0.9999, 699)],
 )
 def test_rows_and_fractions(given: float, rows: int) -> None:
     assert budget.spend(given, 700, lambda count: count, lambda _: 0) == rows

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.core.bm25 import ranked
 from kvferry.core.errors import InvalidRequestError
 from kvferry.core.progress import Progress, finish
 from kvferry.core.words import terms
@@ -24,7 +25,7 @@ from kvferry.sender.method import TextMaterial
 from kvferry.sender.text.assembly import Piece
 from kvferry.sender.text.centrality import centrality
 from kvferry.sender.text.extractive import aware_scores, blind_scores, read_pieces
-from kvferry.sender.text.selection import ranked, select
+from kvferry.sender.text.selection import select
 from kvferry.sender.text.sentences import pieces
 
 SENTENCES = [
