@@ -42,7 +42,7 @@ MAX_FACT_PLACES = 256
 MAX_FACT_CHARACTERS = 4096
 """Longest text in a message of evidence, in code points."""
 
-MAX_TOKENIZER_BYTES = 128 * MIB
+MAX_TOKENIZER_BYTES = 32 * MIB
 """Longest description of a tokenizer; the same of it as a frame."""
 MAX_TOKENIZERS_KNOWN = 64
 """Most tokenizers that a sender says it has."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
@@ -11,10 +10,10 @@ from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
-from kvferry.core import json_records
 from kvferry.core.digests import digest
 from kvferry.core.errors import ModelError
-from kvferry.engine import fingerprint, token_reach
+from kvferry.engine import fingerprint
+from kvferry.engine.tokenizer_description import TokenizerDescription
 
 
 class ContentEncoder:
@@ -35,18 +34,17 @@ class ContentEncoder:
             ModelError: when it is something else, or the library here does not know its kind.
         """
         self.description = description
-        with _faults_of_the_library(), _faults_of_the_description():
-            state, _ = json_records.loads(description)
-            self._forbidden = frozenset(
-                # Some tokenizers list runs of white space as added tokens; those are text, and carry no structure.
-                int(token["id"])
-                for token in state["added_tokens"]
-                if token["special"] or token["content"].strip()
-            )
-            state["added_tokens"] = []
-            state["post_processor"] = None
-            self._plain = Tokenizer.from_str(json.dumps(state))
-            self._reach = token_reach.measure(state, self._forbidden)
+        written = TokenizerDescription(description)
+        self._forbidden = frozenset(
+            # Some tokenizers list runs of white space as added tokens; those are text, and carry no structure.
+            token.id
+            for token in written.added_tokens
+            if token.special or token.content.strip()
+        )
+        with _faults_of_the_library():
+            self._plain = Tokenizer.from_str(written.plain())
+        written.check()
+        self._reach = written.reach(self._forbidden)
 
     @classmethod
     def of(cls, tokenizer: Any) -> ContentEncoder:
@@ -103,7 +101,8 @@ class ContentEncoder:
     def _encodings(self, text: str) -> Iterator[tuple[int, Encoding]]:
         """Yield the pieces that the text is encoded in: where each begins, and its encoding."""
         # A list and no recursion: a document may hold any number of such strings.
-        pending = [(0, text)]
+        # Of nothing there are no tokens, whatever a tokenizer puts in front of a text.
+        pending = [(0, text)] if text else []
         while pending:
             at, piece = pending.pop()
             # Of a batch, because the library lets other threads run meanwhile, which it does not for a single text.
@@ -125,7 +124,10 @@ class ContentEncoder:
             if token not in self._forbidden:
                 continue
             if end - start <= 1:
-                raise ModelError(f"document: {piece[start:end]!r} can only be encoded as a control token of this model")
+                raise ModelError(
+                    f"document: {piece[start:end]!r} can only be encoded as a control token of the tokenizer "
+                    f"{self.vocab.hex()[:16]}…"
+                )
             cuts.append(start + 1)
         return cuts
 
@@ -142,11 +144,3 @@ def _faults_of_the_library() -> Iterator[None]:
         if type(error) is Exception or type(error).__name__ == "PanicException":
             raise ModelError(f"tokenizer: the library here makes nothing of it: {error}") from error
         raise
-
-
-@contextlib.contextmanager
-def _faults_of_the_description() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ModelError(f"tokenizer: its description is not one: {error!r}") from error

@@ -53,8 +53,8 @@ def measure(state: Mapping[str, Any], never: Container[int]) -> TokenReach | Non
         state: the tokenizer as its library writes it, without added tokens.
         never: ids that no text is encoded to.
     """
-    steps = _flat(state["normalizer"], "normalizers")
-    before = _flat(state["pre_tokenizer"], "pretokenizers")
+    steps = flat(state["normalizer"], "normalizers")
+    before = flat(state["pre_tokenizer"], "pretokenizers")
     shrink, shrink_ascii = _shrink(steps, composes=True), _shrink(steps, composes=_composes_ascii(steps))
     entries = _entries(state["model"])
     dropped = _dropped(state["model"], {entry for entry, _ in entries}, by_bytes=_ends_in_bytes(steps, before))
@@ -65,12 +65,13 @@ def measure(state: Mapping[str, Any], never: Container[int]) -> TokenReach | Non
     return None if dropped and steps else TokenReach(shrink * longest, shrink_ascii * longest, dropped)
 
 
-def _flat(step: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
+def flat(step: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
+    """Return the steps of a sequence, those of sequences within it among them; ``inner`` is its name for them."""
     if step is None:
         return []
     if step["type"] != "Sequence":
         return [step]
-    return [flat for part in step[inner] for flat in _flat(part, inner)]
+    return [found for part in step[inner] for found in flat(part, inner)]
 
 
 def _shrink(steps: _Steps, *, composes: bool) -> int | None:

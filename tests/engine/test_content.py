@@ -61,6 +61,8 @@ HOSTILE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "a model of a later day": ((0, "model", "type"), "Later"),
     "added tokens that are none": ((0, "added_tokens"), [{"id": "x"}]),
     "added tokens that are no list": ((0, "added_tokens"), 7),
+    "padding": ((0, "padding"), None),
+    "truncation": ((0, "truncation"), None),
     "a merge of nothing": ((0, "model", "merges"), [["no such", "tokens"]]),
     "a pattern that is none": (
         (0, "pre_tokenizer"),
