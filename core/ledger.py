@@ -16,8 +16,10 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 Duration = Annotated[float, Meta(ge=0, le=1e12)]
 
 
-class SenderAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SenderAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What an artifact cost its sender. Travels with Commit.
+
+    What is 0 or not there by default is not written: receivers of before a field refuse its name.
 
     Attributes:
         prefill_tokens: tokens that the sender's model read when the artifact was made; 0 for text.

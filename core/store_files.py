@@ -64,6 +64,19 @@ class StoreFiles:
             names = [self._name.fullmatch(path.name) for path in self._folder.iterdir()]
         return sorted(bytes.fromhex(name[1]) for name in names if name)
 
+    def last_used(self, most: int) -> list[bytes]:
+        """Return the digests of the files that were used last, the newest first.
+
+        Raises:
+            StoreError: when the disk refuses.
+        """
+        used: dict[bytes, float] = {}
+        for key in self.digests():
+            # It may be gone by now.
+            with contextlib.suppress(OSError):
+                used[key] = _used_at(self.path(key).stat())
+        return sorted(used, key=lambda key: used[key], reverse=True)[:most]
+
     @contextlib.contextmanager
     def in_use(self, key: bytes) -> Iterator[Path]:
         """Keep a file, which need not be there yet, from eviction for the block, and note that it is used.
@@ -126,7 +139,11 @@ class StoreFiles:
         for key in self.digests():
             found = self.path(key).stat()
             with self._lock:
-                self._retention.add(self.path(key), found.st_size, now - max(found.st_atime, found.st_mtime))
+                self._retention.add(self.path(key), found.st_size, now - _used_at(found))
+
+
+def _used_at(found: os.stat_result) -> float:
+    return max(found.st_atime, found.st_mtime)
 
 
 def remove_file(path: Path) -> None:

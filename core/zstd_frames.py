@@ -14,6 +14,11 @@ def compress(data: bytes, level: int) -> bytes:
     return zstandard.ZstdCompressor(level=level, write_checksum=True, write_content_size=True).compress(data)
 
 
+def longest(length: int) -> int:
+    """Return the most bytes that a frame of ``length`` bytes need take: what cannot be compressed is stored."""
+    return length + length // 256 + 1024
+
+
 def decompress(frame: bytes, length: int, what: str, field: str) -> bytes:
     """Return the content of exactly one frame.
 

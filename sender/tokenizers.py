@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
@@ -26,6 +26,8 @@ from kvferry.sender.carrier import Counting
 
 MAX_LOADED = 4
 """Most tokenizers in memory, the sender's own apart: one of 150,000 entries takes about 100 MB."""
+SLOWEST_BYTES_PER_SECOND = 64 * limits.KIB
+"""A description that comes more slowly than this is not waited for."""
 _FOLDER, _SUFFIX = "tokenizers", ".json"
 
 
@@ -40,11 +42,38 @@ class Counter:
 
 @dataclass
 class _Answer:
-    """A receiver's: which tokenizer it has, and that unless it is known here."""
+    """A receiver's: which tokenizer it has, and that as a frame unless it is known here."""
 
     digest: bytes = b""
     length: int = 0
-    frame: bytes = b""
+    frame: bytearray = field(default_factory=bytearray)
+    _messages: int = 0
+
+    def take(self, receiver: Address, response: pb.TokenizerResponse) -> None:
+        """Add a message.
+
+        Raises:
+            PeerError: when it is none that can follow, or makes the answer too long.
+        """
+        peer = str(receiver)
+        # Without data nothing would ever end what is read.
+        if self._messages and not response.data:
+            raise PeerError(f"{receiver}: tokenizer: a message without data", peer=peer, field="tokenizer")
+        if not self._messages:
+            self.digest, self.length = response.digest, response.length
+        self._messages += 1
+        _check_size(receiver, "", self.length, limits.MAX_TOKENIZER_BYTES)
+        _check_size(receiver, "a frame of ", len(self.frame) + len(response.data), zstd_frames.longest(self.length))
+        self.frame += response.data
+
+
+@dataclass
+class _Flight:
+    """An answer that one or more sends wait for. ``is_counted`` once its bytes are in the account of one of them."""
+
+    task: asyncio.Task[Counter]
+    waiting: int = 0
+    is_counted: bool = False
 
 
 class Tokenizers:
@@ -67,9 +96,14 @@ class Tokenizers:
         self._seconds = seconds
         self._metrics = metrics
         self._loaded: OrderedDict[bytes, ContentEncoder] = OrderedDict()
+        self._flights: dict[tuple[Address, PeerSecurity], _Flight] = {}
+        # A large one takes some hundred MB while it is built.
+        self._building = asyncio.Lock()
 
     async def of(self, receiver: Address, security: PeerSecurity) -> Counter:
         """Ask a receiver which tokenizer its model has, and for the tokenizer where it is not known here.
+
+        Sends that ask at the same time share one answer, and its bytes count for one of them.
 
         Args:
             receiver: its gRPC address.
@@ -77,42 +111,67 @@ class Tokenizers:
 
         Raises:
             PeerError: when what comes is no tokenizer, or none that the library here can use.
-            StoreError: when the disk refuses.
             KvferryError: when the receiver cannot be reached, after several attempts.
         """
-        start, crossed = time.perf_counter(), link.Tally()
+        start, key = time.perf_counter(), (receiver, security)
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._flights[key] = _Flight(asyncio.create_task(self._asked(receiver, security)))
+        flight.waiting += 1
+        try:
+            # Whoever gives up must not take it from the others.
+            counter = await asyncio.shield(flight.task)
+        finally:
+            flight.waiting -= 1
+            if not flight.waiting:
+                flight.task.cancel()
+            if self._flights.get(key) is flight and (flight.task.done() or not flight.waiting):
+                del self._flights[key]
+        crossed = 0 if flight.is_counted else counter.bytes
+        flight.is_counted = True
+        return Counter(counter.encoder, crossed, (time.perf_counter() - start) * 1000)
+
+    async def _asked(self, receiver: Address, security: PeerSecurity) -> Counter:
+        crossed = link.Tally()
         # What is kept on disk may turn out to be damaged, and is then asked for.
         for known in (await asyncio.to_thread(self._known), [self._own.vocab]):
             answer = await link.asked(receiver, security, partial(self._ask, receiver, known, crossed))
-            encoder = self._at_hand(answer.digest) or await asyncio.to_thread(self._read, receiver, answer)
+            encoder = await self._used(receiver, answer)
             if encoder is not None:
-                self._keep(encoder)
-                return Counter(encoder, crossed.bytes, (time.perf_counter() - start) * 1000)
+                return Counter(encoder, crossed.bytes)
         raise PeerError(
             f"{receiver}: its tokenizer {answer.digest.hex()} did not come, and is not known here", peer=str(receiver)
         )
 
     def _known(self) -> list[bytes]:
-        known = [self._own.vocab, *self._loaded, *self._files.digests()]
+        stored: list[bytes] = []
+        # The files only save asking again.
+        with contextlib.suppress(StoreError):
+            stored = self._files.last_used(limits.MAX_TOKENIZERS_KNOWN)
+        known = [self._own.vocab, *reversed(self._loaded), *stored]
         return list(dict.fromkeys(known))[: limits.MAX_TOKENIZERS_KNOWN]
 
-    def _at_hand(self, vocab: bytes) -> ContentEncoder | None:
-        return self._own if vocab == self._own.vocab else self._loaded.get(vocab)
-
-    def _keep(self, encoder: ContentEncoder) -> None:
-        if encoder is self._own:
-            return
-        self._loaded[encoder.vocab] = encoder
-        self._loaded.move_to_end(encoder.vocab)
-        if len(self._loaded) > MAX_LOADED:
-            self._loaded.popitem(last=False)
+    async def _used(self, receiver: Address, answer: _Answer) -> ContentEncoder | None:
+        """Return the tokenizer of an answer; None where it neither came nor is known here."""
+        if answer.digest == self._own.vocab:
+            return self._own
+        async with self._building:
+            encoder = self._loaded.get(answer.digest) or await asyncio.to_thread(self._read, receiver, answer)
+            if encoder is not None:
+                self._loaded[encoder.vocab] = encoder
+                self._loaded.move_to_end(encoder.vocab)
+                if len(self._loaded) > MAX_LOADED:
+                    self._loaded.popitem(last=False)
+        return encoder
 
     def _read(self, receiver: Address, answer: _Answer) -> ContentEncoder | None:
         """Build a tokenizer from what came, or else from what was kept; None where that is not there or damaged."""
         if not answer.frame:
             return self._read_file(receiver, answer.digest)
         try:
-            description = zstd_frames.decompress(answer.frame, answer.length, f"{receiver}: tokenizer", "tokenizer")
+            description = zstd_frames.decompress(
+                bytes(answer.frame), answer.length, f"{receiver}: tokenizer", "tokenizer"
+            )
         except ContainerError as error:
             raise PeerError(error.message, peer=str(receiver), field="tokenizer") from error
         if digest(description) != answer.digest:
@@ -123,40 +182,45 @@ class Tokenizers:
                 field="tokenizer",
             )
         encoder = _build(receiver, description)
-        # The file only saves asking again.
         with contextlib.suppress(StoreError, TooLargeError):
             self._files.write(answer.digest, description)
         return encoder
 
     def _read_file(self, receiver: Address, vocab: bytes) -> ContentEncoder | None:
-        with self._files.in_use(vocab) as path, contextlib.suppress(OSError):
-            description = path.read_bytes()
-            if digest(description) == vocab:
-                return _build(receiver, description)
-        self._files.remove(vocab)
+        try:
+            with self._files.in_use(vocab) as path:
+                description = path.read_bytes()
+        except OSError:
+            # Which may be for want of a file descriptor: no reason to throw the file away.
+            return None
+        if digest(description) == vocab:
+            return _build(receiver, description)
+        with contextlib.suppress(StoreError):
+            self._files.remove(vocab)
         return None
 
     async def _ask(
         self, receiver: Address, known: list[bytes], crossed: link.Tally, stub: pb_grpc.ReceiverServiceAsyncStub
     ) -> _Answer:
-        peer, request = str(receiver), pb.TokenizerRequest(known=known)
+        request = pb.TokenizerRequest(known=known)
         call = stub.Tokenizer(request, metadata=request_ids.outgoing())
         self._metrics.sent("tokenizer", request.ByteSize())
         crossed.bytes += request.ByteSize()
-        answer, size = _Answer(), 0
-        pieces: list[bytes] = []
+        start = asyncio.get_running_loop().time()
         try:
-            while (response := await self._next(call, receiver)) is not None:
-                self._metrics.received("tokenizer", response.ByteSize())
-                crossed.bytes += response.ByteSize()
-                # Without data nothing would ever end what is read here.
-                if pieces and not response.data:
-                    raise PeerError(f"{receiver}: tokenizer: a message without data", peer=peer, field="tokenizer")
-                answer.digest = answer.digest or response.digest
-                answer.length = answer.length or response.length
-                pieces.append(response.data)
-                size += len(response.data)
-                _check_size(receiver, max(answer.length, size))
+            async with asyncio.timeout(None) as limit:
+                answer = _Answer()
+                while (response := await self._next(call, receiver)) is not None:
+                    self._metrics.received("tokenizer", response.ByteSize())
+                    crossed.bytes += response.ByteSize()
+                    answer.take(receiver, response)
+                    if limit.when() is None:
+                        limit.reschedule(start + self._longest(answer))
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{receiver}: a tokenizer of {answer.length} bytes did not come within {self._longest(answer):.3g} s",
+                peer=str(receiver),
+            ) from error
         finally:
             call.cancel()
         if len(answer.digest) != DIGEST_BYTES:
@@ -165,8 +229,10 @@ class Tokenizers:
                 peer=str(receiver),
                 field="tokenizer",
             )
-        answer.frame = b"".join(pieces)
         return answer
+
+    def _longest(self, answer: _Answer) -> float:
+        return self._seconds + answer.length / SLOWEST_BYTES_PER_SECOND
 
     async def _next(
         self, call: grpc.aio.UnaryStreamCall[pb.TokenizerRequest, pb.TokenizerResponse], receiver: Address
@@ -183,14 +249,14 @@ class Tokenizers:
         return rpc.parsed(cast(pb.TokenizerResponse | None, message), peer, "Tokenizer")
 
 
-def _check_size(receiver: Address, size: int) -> None:
-    if size > limits.MAX_TOKENIZER_BYTES:
+def _check_size(receiver: Address, what: str, size: int, limit: int) -> None:
+    if size > limit:
         raise PeerError(
-            f"{receiver}: tokenizer: {size} bytes, the limit is {limits.MAX_TOKENIZER_BYTES}",
+            f"{receiver}: tokenizer: {what}{size} bytes, the limit is {limit}",
             peer=str(receiver),
             field="tokenizer",
             value=size,
-            limit=limits.MAX_TOKENIZER_BYTES,
+            limit=limit,
         )
 
 

@@ -48,10 +48,6 @@ def spent() -> bytes:
             "method_ms": 2.0,
             "encode_ms": 3.0,
             "transfer_ms": 4.0,
-            "fallback_reason": None,
-            "auto": None,
-            "tokenizer_bytes": 0,
-            "tokenizer_ms": 0.0,
         },
         separators=(",", ":"),
     ).encode()

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
+import os
+import shutil
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +30,7 @@ from kvferry.core.tls import PeerSecurity
 from kvferry.engine.content import ContentEncoder
 from kvferry.proto.v1 import receiver_service_pb2 as pb
 from kvferry.proto.v1 import receiver_service_pb2_grpc as pb_grpc
-from kvferry.sender import tokenizers, transfer
+from kvferry.sender import link, tokenizers, transfer
 from kvferry.sender.tokenizers import MAX_LOADED, Counter, Tokenizers
 
 PLAINTEXT = PeerSecurity()
@@ -78,9 +82,21 @@ class FarReceiver(pb_grpc.ReceiverServiceServicer):
     refusals: int = 0
     asked: list[list[bytes]] = field(default_factory=list)
     crossed: int = 0
+    pause: float = 0.0
+    said: int = 0
+    called: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def Tokenizer(self, request: pb.TokenizerRequest, context: Any) -> AsyncIterator[pb.TokenizerResponse]:
         self.asked.append(list(request.known))
+        self.called.set()
+        try:
+            async for response in self._answer(request, context):
+                yield response
+        finally:
+            self.left.set()
+
+    async def _answer(self, request: pb.TokenizerRequest, context: Any) -> AsyncIterator[pb.TokenizerResponse]:
         self.crossed += request.ByteSize()
         if self.refusals > 0:
             self.refusals -= 1
@@ -88,6 +104,8 @@ class FarReceiver(pb_grpc.ReceiverServiceServicer):
         if self.silent:
             await asyncio.sleep(60)
         for response in (self.messages or self.own)():
+            await asyncio.sleep(self.pause)
+            self.said += 1
             self.crossed += response.ByteSize()
             yield response
 
@@ -224,13 +242,37 @@ async def test_memory_holds_a_few(asking: Asking) -> None:
     assert blake3(asking.receiver.has).digest() in asking.receiver.asked[-1]
 
 
-async def test_no_more_are_named_than_a_receiver_takes(asking: Asking, own: ContentEncoder) -> None:
+async def test_no_more_are_named_than_a_receiver_takes_and_these_were_used_last(
+    asking: Asking, own: ContentEncoder
+) -> None:
     files = asking.store.files("tokenizers", ".json")
-    for number in range(limits.MAX_TOKENIZERS_KNOWN + 5):
-        files.write(blake3(str(number).encode()).digest(), b"{}")
+    keys = [blake3(str(number).encode()).digest() for number in range(limits.MAX_TOKENIZERS_KNOWN + 5)]
+    for number, key in enumerate(keys):
+        files.write(key, b"{}")
+        os.utime(files.path(key), (1000 + number, 1000 + number))
     await asking.ask()
-    assert len(asking.receiver.asked[0]) == limits.MAX_TOKENIZERS_KNOWN
-    assert asking.receiver.asked[0][0] == own.vocab
+    assert asking.receiver.asked[0] == [own.vocab, *keys[:5:-1]]
+    await asking.ask()
+    assert asking.receiver.asked[1][:3] == [own.vocab, blake3(GOOD).digest(), keys[-1]]
+
+
+async def test_a_folder_that_is_gone_costs_only_asking_again(asking: Asking, own: ContentEncoder) -> None:
+    shutil.rmtree(asking.store.root / "tokenizers")
+    assert (await asking.ask()).encoder.description == GOOD
+    asking.receiver.has = own.description
+    assert (await asking.ask()).encoder is own
+    asking.start()
+
+
+async def test_a_file_that_cannot_be_read_now_is_kept(asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    await asking.ask()
+    path = asking.store.root / "tokenizers" / f"{blake3(GOOD).hexdigest()}.json"
+    asking.start()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", lambda _: (_ for _ in ()).throw(OSError(errno.EMFILE, "too many")))
+        patched.setattr(StoreFiles, "write", lambda *_: (_ for _ in ()).throw(StoreError("too many")))
+        assert (await asking.ask()).encoder.description == GOOD
+    assert path.read_bytes() == GOOD
 
 
 async def test_a_receiver_that_is_just_starting_is_asked_again(asking: Asking) -> None:
@@ -272,6 +314,7 @@ def frame(data: bytes) -> bytes:
 
 
 GOOD = description()
+PADS = GOOD.replace(b'"post_processor"', b'"padding":null,"post_processor"')
 DIGEST = blake3(GOOD).digest()
 NONSENSE = {
     "nothing at all": (list, "a digest of 0 bytes, expected 32"),
@@ -279,8 +322,11 @@ NONSENSE = {
     "a long digest": (answered(digest=bytes(4000)), "a digest of 4000 bytes, expected 32"),
     "one that is not known here": (answered(digest=DIGEST), "did not come, and is not known here"),
     "another digest": (answered(digest=bytes(32), length=len(GOOD), data=frame(GOOD)), "announced 0000000000000000…"),
-    "no frame": (answered(digest=DIGEST, length=len(GOOD), data=GOOD), "tokenizer: "),
-    "half a frame": (answered(digest=DIGEST, length=len(GOOD), data=frame(GOOD)[:-9]), "tokenizer: "),
+    "no frame": (answered(digest=DIGEST, length=len(GOOD), data=GOOD), "error when determining content size"),
+    "half a frame": (
+        answered(digest=DIGEST, length=len(GOOD), data=frame(GOOD)[:-9]),
+        "tokenizer: decompression error",
+    ),
     "another length": (
         answered(digest=DIGEST, length=len(GOOD) + 1, data=frame(GOOD)),
         f"{len(GOOD) + 1} are announced",
@@ -289,8 +335,19 @@ NONSENSE = {
         answered(digest=DIGEST, length=2**40, data=frame(bytes(MIB))),
         f"tokenizer: {2**40} bytes, the limit is {limits.MAX_TOKENIZER_BYTES}",
     ),
-    "a bomb that says nothing": (answered(digest=DIGEST, length=10, data=frame(bytes(64 * MIB))), "10 are announced"),
-    "no tokenizer": (answered(digest=blake3(b"[{},[]]").digest(), length=7, data=frame(b"[{},[]]")), "tokenizer: "),
+    "a bomb that says nothing": (answered(digest=DIGEST, length=10, data=frame(bytes(MIB))), "10 are announced"),
+    "a long frame": (
+        answered(digest=DIGEST, length=len(GOOD), data=frame(GOOD) + bytes(2000)),
+        "tokenizer: a frame of ",
+    ),
+    "no tokenizer": (
+        answered(digest=blake3(b"[{},[]]").digest(), length=7, data=frame(b"[{},[]]")),
+        "tokenizer: its description is not one",
+    ),
+    "one that pads": (
+        answered(digest=blake3(PADS).digest(), length=len(PADS), data=frame(PADS)),
+        "unknown field `padding`",
+    ),
 }
 
 
@@ -306,11 +363,88 @@ async def test_nonsense_is_one_error_that_names_the_receiver(asking: Asking, nam
     assert (await asking.ask()).encoder.description == GOOD
 
 
-async def test_an_endless_answer_is_cut(asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizers.limits, "MAX_TOKENIZER_BYTES", 3 * MIB)
-    asking.receiver.messages = lambda: [pb.TokenizerResponse(digest=DIGEST, length=5, data=bytes(MIB))] * 50
-    with pytest.raises(PeerError, match=f"tokenizer: {4 * MIB} bytes, the limit is {3 * MIB}"):
+async def test_an_endless_answer_is_cut(asking: Asking) -> None:
+    endless = [pb.TokenizerResponse(digest=DIGEST, length=3 * MIB, data=bytes(MIB))] * 50
+    asking.receiver.messages = lambda: endless
+    with pytest.raises(PeerError, match=f"tokenizer: a frame of {4 * MIB} bytes, the limit is"):
         await asking.ask()
+    assert asking.counted() < 5 * MIB
+
+
+async def test_an_answer_that_drips_for_ever_is_cut(asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizers, "SLOWEST_BYTES_PER_SECOND", len(GOOD) / 0.1)
+    monkeypatch.setattr(link, "ATTEMPTS", 1)
+    asking.receiver.messages = lambda: [pb.TokenizerResponse(digest=DIGEST, length=len(GOOD), data=b"x")] * 500
+    asking.receiver.pause = 0.05
+    asking.start(0.2)
+    with pytest.raises(DeadlineError, match=f"a tokenizer of {len(GOOD)} bytes did not come within 0.3 s"):
+        await asking.ask()
+    # None of them was late for itself.
+    assert asking.receiver.said > 2
+
+
+async def test_sends_at_the_same_time_share_one_answer(asking: Asking) -> None:
+    asking.receiver.pause = 0.05
+    counters = await asyncio.gather(*(asking.ask() for _ in range(8)))
+    assert len(asking.receiver.asked) == 1
+    assert len({id(counter.encoder) for counter in counters}) == 1
+    assert sum(counter.bytes for counter in counters) == asking.receiver.crossed == asking.counted()
+    assert all(counter.ms >= 50 for counter in counters)
+    again = await asking.ask()
+    assert len(asking.receiver.asked) == 2
+    assert again.encoder is counters[0].encoder
+
+
+async def test_sends_at_the_same_time_share_one_failure(asking: Asking) -> None:
+    asking.receiver.messages = list
+    failures = await asyncio.gather(*(asking.ask() for _ in range(3)), return_exceptions=True)
+    assert len(asking.receiver.asked) == 1
+    assert all(isinstance(failure, PeerError) for failure in failures)
+    asking.receiver.messages = None
+    assert (await asking.ask()).encoder.description == GOOD
+
+
+async def test_one_that_gives_up_leaves_the_answer_to_the_others(asking: Asking) -> None:
+    asking.receiver.pause = 0.05
+    first, second = (asyncio.create_task(asking.ask()) for _ in range(2))
+    await asyncio.wait_for(asking.receiver.called.wait(), 10)
+    first.cancel()
+    counter = await second
+    assert first.cancelled()
+    assert len(asking.receiver.asked) == 1
+    assert counter.bytes == asking.receiver.crossed == asking.counted()
+
+
+async def test_a_call_that_nobody_waits_for_ends(asking: Asking) -> None:
+    asking.receiver.silent = True
+    waiting = [asyncio.create_task(asking.ask()) for _ in range(2)]
+    await asyncio.wait_for(asking.receiver.called.wait(), 10)
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    await asyncio.wait_for(asking.receiver.left.wait(), 10)
+    asking.receiver.silent = False
+    assert (await asking.ask()).encoder.description == GOOD
+
+
+async def test_tokenizers_are_built_one_at_a_time(asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    running, most = 0, 0
+
+    def build(receiver: Address, data: bytes) -> ContentEncoder:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.02)
+        running -= 1
+        return ContentEncoder(data)
+
+    monkeypatch.setattr(tokenizers, "_build", build)
+    other = Address("localhost", asking.address.port)
+    await asyncio.gather(asking.ask(), asking.tokenizers.of(other, PLAINTEXT))
+    assert len(asking.receiver.asked) == 2
+    # Each came, and the second was built by then.
+    assert most == 1
+    assert len(asking.tokenizers._loaded) == 1
 
 
 async def test_an_answer_that_says_nothing_for_ever_is_cut(asking: Asking) -> None:
