@@ -21,6 +21,7 @@ from kvferry.core.errors import (
     InvalidRequestError,
     KvferryError,
     ModelError,
+    PeerError,
     QuotaError,
     RefusedError,
     TooLargeError,
@@ -144,8 +145,7 @@ class Choosing:
         start, parts, reading = time.perf_counter(), self._parts, send.reading
         model = parts.model
         found = await link.survey(send.receiver, send.security, parts.config.rpc_seconds, parts.links, parts.metrics)
-        if any(isinstance(candidate.parameters, BudgetParameters) for candidate in candidates.allowed(quality)):
-            await self._sending.count_for(send)
+        uncounted = await self._count_for(send, quality)
         decision = Decision(quality, found, model.speed.prefill_tokens_per_second)
         if all(map(holds_everything, candidates.allowed(quality))):
             _check_length(reading, found)
@@ -154,7 +154,7 @@ class Choosing:
         ends = Ends(model.profile, found.node, text)
         for candidate in candidates.allowed(quality):
             decision.consider(candidate)
-            why = ends.misfit(candidate)
+            why = (_has_budget(candidate) and uncounted) or ends.misfit(candidate)
             if why:
                 self._pass_over(decision, candidate, why)
         now = await parts.worker.run(partial(self._at_hand, reading, found, decision, ends))
@@ -162,6 +162,16 @@ class Choosing:
             decision.price(candidate, estimate(candidate, text, now))
         decision.deciding_ms = (time.perf_counter() - start) * 1000
         return decision, ends
+
+    async def _count_for(self, send: Send, quality: Quality) -> str:
+        """Have budgets count with the receiver's tokenizer. Returns why they cannot; "" when they can."""
+        if any(map(_has_budget, candidates.allowed(quality))):
+            try:
+                await self._sending.count_for(send)
+            except PeerError as error:
+                # A receiver of before that call takes caches and whole texts all the same.
+                return error.message
+        return ""
 
     def _at_hand(self, reading: Reading, found: Survey, decision: Decision, ends: Ends) -> Conditions:
         made: dict[Candidate, int] = {}
@@ -194,6 +204,10 @@ class Choosing:
     def _tell(self, candidate: Candidate, reason: str) -> None:
         self._parts.metrics.passed_over(candidate.id)
         self._log.warning("passed over", method=candidate.id, parameters=candidate.written, reason=reason)
+
+
+def _has_budget(candidate: Candidate) -> bool:
+    return isinstance(candidate.parameters, BudgetParameters)
 
 
 def _is_size(error: KvferryError) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import zstandard
 from blake3 import blake3
@@ -18,6 +19,8 @@ from kvferry.core.stored import read
 from kvferry.engine.content import ContentEncoder
 from kvferry.engine.model import LoadedModel, load
 from kvferry.proto.v1 import receiver_service_pb2 as pb
+from kvferry.receiver.service import ReceiverServicer
+from kvferry.sender.auto import candidates
 
 SHAPE: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 16, "layers": 2}
 DOCUMENT = (
@@ -138,14 +141,39 @@ def test_what_was_made_for_one_tokenizer_is_not_sent_to_another(
         assert client.send(text=DOCUMENT, method="A1").artifact_id == full.artifact_id
 
 
-def test_a_choice_counts_as_the_receiver_does(apart: Client, theirs: LoadedModel) -> None:
+def test_a_choice_counts_as_the_receiver_does(
+    apart: Client, theirs: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "ALLOWED", {"reduced": (("B1", {}), ("A3", {"budget": 0.25}))})
     ledger = apart.send(text=DOCUMENT, method="auto", quality="reduced").ask(QUESTION, max_tokens=1).ledger
     assert ledger.auto is not None
-    assert "B1" in {item.method for item in ledger.auto.choice.passed_over}
-    if ledger.method in BUDGETED:
-        assert ledger.outcome["tokenizer"] == theirs.profile.tokenizer.vocab.hex()
-        assert ledger.tokens.material <= added(theirs, DOCUMENT) * 0.25
+    assert {item.method for item in ledger.auto.choice.passed_over} == {"B1"}
+    assert ledger.method == "A3"
+    assert ledger.outcome["tokenizer"] == theirs.profile.tokenizer.vocab.hex()
+    assert 0 < ledger.tokens.material <= added(theirs, DOCUMENT) * 0.25
     assert ledger.tokenizer_bytes > 200
+
+
+def test_a_receiver_of_before_the_call_gets_what_needs_no_budget(
+    here: Callable[..., Any], models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unknown(_: Any, __: Any, context: Any) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+    monkeypatch.setattr(ReceiverServicer, "Tokenizer", unknown)
+    sender, receiver = here("sender", models[0]), here("receiver", models[1])
+    with Client(sender=sender.address, receiver=receiver.address) as client:
+        with pytest.raises(PeerError, match="Tokenizer failed with UNIMPLEMENTED"):
+            client.send(text=DOCUMENT, method="A3")
+        report = client.send(text=DOCUMENT, method="auto", quality="reduced")
+        assert report.ask(QUESTION, max_tokens=1).ledger.tokenizer_bytes == 0
+    assert report.method in ("A1", "A7")
+    assert report.account.auto is not None
+    reasons = {item.method: item.reason for item in report.account.auto.passed_over}
+    assert "Tokenizer failed with UNIMPLEMENTED" in reasons["A3"]
+    assert reasons["A5"] == reasons["A3"]
+    # Those for which nothing is counted are judged as ever.
+    assert "TOKENIZER_MISMATCH" in reasons["B1"]
 
 
 def test_over_tcp_nobody_can_be_asked_and_the_outcome_says_who_counted(
@@ -162,9 +190,8 @@ def test_over_tcp_nobody_can_be_asked_and_the_outcome_says_who_counted(
 def test_a_tokenizer_that_cannot_be_used_refuses_the_budget_and_nothing_else(
     here: Callable[..., Any], models: tuple[Path, Path]
 ) -> None:
-    later = b'[{"added_tokens":[],"model":{"type":"Later"}},[0]]'
-
     def of_a_later_day(model: LoadedModel) -> LoadedModel:
+        later = model.prompt.content.description.replace(b'"type":"BPE"', b'"type":"Later"')
         vars(model.prompt.content).update(description=later, vocab=blake3(later).digest())
         return model
 
