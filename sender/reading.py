@@ -75,9 +75,14 @@ class Reading:
         return self.model.prompt.content.count(self.text)
 
     @property
+    def counts_own(self) -> bool:
+        """Whether the receiver's tokens are the model's own."""
+        return self.counter is self.model.prompt.content
+
+    @property
     def receiver_tokens(self) -> int:
         """How many tokens of the receiver's prompt it takes."""
-        return self.tokens if self.counter is self.model.prompt.content else self.counter.count(self.text)
+        return self.tokens if self.counts_own else self.counter.count(self.text)
 
     @cached_property
     def prefix(self) -> Prefix:

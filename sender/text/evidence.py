@@ -113,7 +113,7 @@ def find_evidence(
     """Have the model write facts, for a question or all that are concrete, and look their quotes up.
 
     The budget caps what a reader's model is given to read. Passage by passage the sender's writes until that is full,
-    or its context; left to itself, it writes as many tokens at most.
+    or its context; left to itself, it writes as many tokens of the reader's at most.
 
     Raises:
         ContextOverflowError: when document, instruction, and the budget or passage by passage ``ROOM_FOR_A_FACT`` do

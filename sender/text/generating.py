@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
@@ -10,11 +11,14 @@ from kvferry.core.manifest import Scalar
 from kvferry.core.progress import Progress, relay
 from kvferry.engine import prompt
 from kvferry.engine.constrained import Constraint
+from kvferry.engine.content import ContentEncoder
 from kvferry.engine.generate import Answer, Sampling, Token
 from kvferry.sender.reading import Reading
 from kvferry.sender.text.counted import within
 
 _HALF_A_CHARACTER = "\ufffd"
+# Bytes in UTF-8, each of which may be a token.
+_TOKENS_OF_A_CHARACTER = 4
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,7 @@ class Generated:
 def generate(reading: Reading, system: str, instruction: str, budget: int) -> Generator[Progress, None, Generated]:
     """Have the model write what a reader is given, within the budget; see ``write``.
 
-    The budget caps the tokens that are generated; what is returned is also counted anew, because a model may spell in
-    more tokens, or in fewer, than its tokenizer.
+    What is returned is counted anew, because a model may spell in more tokens, or in fewer, than its tokenizer.
 
     Raises:
         ContextOverflowError: when document, instruction and budget do not fit the context. Nothing is cut silently.
@@ -53,7 +56,8 @@ def check_room(reading: Reading, system: str, instruction: str, most: int, *, gi
         reading: the document.
         system: the system prompt.
         instruction: what is to be done.
-        most: tokens to be written.
+        most: tokens of the reader's to be written. Where those are not the model's own, nobody knows how many of these
+            they are, and room for one must do.
         given: whether ``most`` is the request's budget; else nothing but a shorter document makes room.
 
     Raises:
@@ -63,6 +67,8 @@ def check_room(reading: Reading, system: str, instruction: str, most: int, *, gi
     prompt, limit = reading.model.prompt, reading.model.profile.context_length
     instructed = len(prompt.prefix("", system)) + len(prompt.task(instruction))
     room = limit - reading.tokens - instructed
+    if not reading.counts_own:
+        most, given = 1, False
     if most <= room:
         return
     if given:
@@ -99,7 +105,8 @@ def write(
         reading: the document.
         system: the system prompt.
         instruction: what is to be done.
-        most: tokens that may be generated.
+        most: tokens that may be written, of the reader's. Where those are not the model's own, it writes until the text
+            is that long, or its context full.
         constraint: what the answer must keep to, made by the same model; it is used up.
         filled: says how many of ``most`` are used, where the constraint counts them in its own way and ends the answer
             by itself. What is generated may then fill the context.
@@ -109,9 +116,13 @@ def write(
     """
     model = reading.model
     prefix, fresh = model.prompt.prefix(reading.text, system), model.prompt.task(instruction)
-    room = most if filled is None else model.profile.context_length - len(prefix) - len(fresh)
+    meter = None if filled is not None or reading.counts_own else _Meter(reading.counter, most)
+    is_capped = filled is None and meter is None
+    room = most if is_capped else model.profile.context_length - len(prefix) - len(fresh)
     caches = yield from reading.read(prefix)
     steps = model.answer(fresh, caches, len(prefix), Sampling(max_tokens=room), constraint)
+    if meter is not None:
+        steps, filled = _until(steps, meter.is_full), meter.used
     done = 0
 
     def so_far(token: Token) -> Progress:
@@ -123,6 +134,44 @@ def write(
     answer = yield from relay(steps, so_far)
     yield Progress("method", most, most)
     return answer
+
+
+class _Meter:
+    """Counts the tokens of a text that grows, no more often than it may have become too long."""
+
+    def __init__(self, counter: ContentEncoder, most: int) -> None:
+        self._counter = counter
+        self._most = most
+        self._counted = 0
+        self._used = 0
+
+    def used(self) -> int:
+        """Return how many it had when it was last counted."""
+        return self._used
+
+    def is_full(self, text: str) -> bool:
+        """Whether it has more than it may: the last of as many may still become longer."""
+        if (len(text) - self._counted) * _TOKENS_OF_A_CHARACTER > self._most - self._used:
+            self._counted, self._used = len(text), self._counter.count(text)
+        return self._used > self._most
+
+
+def _until(steps: Generator[Token, None, Answer], is_full: Callable[[str], bool]) -> Generator[Token, None, Answer]:
+    """Pass an answer on until its text is too long: it then ends as one that has no room left."""
+    text, ids = "", []
+    with contextlib.closing(steps):
+        while True:
+            try:
+                token = next(steps)
+            except StopIteration as end:
+                whole: Answer = end.value
+                return whole
+            yield token
+            text += token.text
+            if token.token_id is not None:
+                ids.append(token.token_id)
+            if is_full(text):
+                return Answer(text, tuple(ids), "length")
 
 
 def _finish(reading: Reading, answer: Answer, budget: int) -> Generated:
