@@ -10,9 +10,23 @@ _LOOKAHEAD = 64
 _SAFE = regex.compile(
     r"""(?r)
     (?! \r\n | \p{GCB=RI}{2} )
-    [ \p{GCB=Other} \p{GCB=CN} \p{GCB=CR} \p{GCB=LF} \p{GCB=RI} \p{GCB=LV} \p{GCB=LVT} \p{GCB=V} \p{GCB=T} ]
-    [ \p{GCB=Other} \p{GCB=CN} \p{GCB=CR} \p{GCB=LF} \p{GCB=RI} \p{GCB=LV} \p{GCB=LVT} \p{GCB=L} \p{GCB=PP} ]
-    """.replace(" ", "").replace("\n", "")
+    [\p{GCB=Other}\p{GCB=CN}\p{GCB=CR}\p{GCB=LF}\p{GCB=RI}\p{GCB=LV}\p{GCB=LVT}\p{GCB=V}\p{GCB=T}]
+    [\p{GCB=Other}\p{GCB=CN}\p{GCB=CR}\p{GCB=LF}\p{GCB=RI}\p{GCB=LV}\p{GCB=LVT}\p{GCB=L}\p{GCB=PP}]
+    # A joiner may tie an emoji to another, and a virama a consonant; a mark ties nothing else to what follows it.
+    | [\p{GCB=EX}\p{GCB=SM}\p{GCB=ZWJ}]
+      [^\p{GCB=EX}\p{GCB=SM}\p{GCB=ZWJ}\p{Extended_Pictographic}\p{InCB=Consonant}]
+    | [\p{GCB=EX}\p{GCB=SM}] \p{Extended_Pictographic}
+    """,
+    regex.VERBOSE,
+)
+# Pairs of flag letters are counted from the place where they are met: \X would count them from the first, every time.
+_CLUSTERS = regex.compile(
+    r"""
+      (?P<single> [\p{GCB=Other}\p{GCB=LV}\p{GCB=LVT}]+ (?! [\p{GCB=EX}\p{GCB=ZWJ}\p{GCB=SM}\p{GCB=V}\p{GCB=T}] ) )
+    | \p{GCB=RI}{2} (?! [\p{GCB=EX}\p{GCB=ZWJ}\p{GCB=SM}] )
+    | \X
+    """,
+    regex.VERBOSE,
 )
 _FLAGS = regex.compile(r"(?r)\p{GCB=RI}+")
 
@@ -44,6 +58,18 @@ def ceil(text: str, at: int, since: int = 0) -> int:
         if at + ahead >= len(text):
             return len(text)
         ahead *= 2
+
+
+def edges(text: str) -> bytearray:
+    """Return 1 for every boundary of a text, both ends among them, and 0 for every other place."""
+    found = bytearray(b"\x01") * (len(text) + 1)
+    if text.isascii() and "\r\n" not in text:
+        return found
+    for match in _CLUSTERS.finditer(text):
+        if match.lastgroup is None:
+            start, end = match.span()
+            found[start + 1 : end] = bytes(end - start - 1)
+    return found
 
 
 def _is_plain(text: str, at: int, since: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 
-from kvferry.core import bm25, graphemes
+from kvferry.core import bm25
 from kvferry.core.progress import Progress
 from kvferry.sender.text import word_edges
 from kvferry.sender.text.assembly import Piece
@@ -21,8 +21,7 @@ def passages(text: str) -> Iterator[Piece]:
     """
     for piece in pieces(text, MAX_QUOTE):
         start, end = piece
-        while start < end and word_edges.is_inside(text, start):
-            start = graphemes.ceil(text, start + 1, start)
+        start = word_edges.ceil(text, start, end)
         end = word_edges.floor(text, end, start)
         found = text[start:end]
         if found.strip():

@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 import numpy as np
-import regex
 
+from kvferry.core import graphemes
 from kvferry.sender.text.folding import WIDE, Folded, fold
 from kvferry.sender.text.word_edges import is_inside, whole
 
@@ -22,16 +22,6 @@ Span: TypeAlias = tuple[int, int]
 Match: TypeAlias = Literal["exact", "folded", "unresolved"]
 
 _FAR = 2**40
-
-# Pairs of flag letters are counted from the place where they are met: \X would count them from the first, every time.
-_CLUSTER = regex.compile(
-    r"""
-      (?P<single> [\p{GCB=Other}\p{GCB=LV}\p{GCB=LVT}]+ (?! [\p{GCB=EX}\p{GCB=ZWJ}\p{GCB=SM}\p{GCB=V}\p{GCB=T}] ) )
-    | \p{GCB=RI}{2} [\p{GCB=EX}\p{GCB=ZWJ}\p{GCB=SM}]*+
-    | \X
-    """,
-    regex.VERBOSE,
-)
 
 
 @dataclass(frozen=True)
@@ -105,7 +95,7 @@ class Source:
 
     @cached_property
     def _edges(self) -> bytearray:
-        return _edges(self.text)
+        return graphemes.edges(self.text)
 
     @cached_property
     def _folded(self) -> Folded:
@@ -150,25 +140,13 @@ def supports(quote: str, value: str) -> bool:
     """
     marked, wanted = _caseless(quote), _caseless(value).replace(WIDE, " ")
     text = marked.replace(WIDE, " ")
-    edges = _edges(text)
+    edges = graphemes.edges(text)
     at = text.find(wanted) if wanted else -1
     while at >= 0:
         if all(edges[end] and not is_inside(marked, end) for end in (at, at + len(wanted))):
             return True
         at = text.find(wanted, at + 1)
     return False
-
-
-def _edges(text: str) -> bytearray:
-    """Return 1 for every place between characters as a reader sees them, its ends among them, else 0."""
-    edges = bytearray(b"\x01") * (len(text) + 1)
-    if text.isascii() and "\r\n" not in text:
-        return edges
-    for match in _CLUSTER.finditer(text):
-        if match.lastgroup is None:
-            start, end = match.span()
-            edges[start + 1 : end] = bytes(end - start - 1)
-    return edges
 
 
 def _caseless(text: str) -> str:

@@ -101,12 +101,15 @@ def _is_wrapped(line: str, following: str, width: int) -> bool:
 
 def _sentence_ends(text: str, block: Piece) -> Iterator[int]:
     if not _RECORD.match(text, block.start, block.end):
-        start = block.start
+        start = boundary = block.start
         for match in _STOP.finditer(text, block.start, block.end):
             end = match.end()
-            if end < block.end and _ends_here(text, start, match) and graphemes.floor(text, end, start) == end:
-                yield end
-                start = end
+            # A character may hold many stops: it is looked through once.
+            if boundary <= end < block.end and _ends_here(text, start, match):
+                boundary = graphemes.ceil(text, end, boundary)
+                if boundary == end:
+                    yield end
+                    start = end
     yield block.end
 
 

@@ -51,8 +51,22 @@ def is_inside(text: str, at: int) -> bool:
 def floor(text: str, at: int, since: int) -> int:
     """Return the last place at or before ``at`` between characters, words and numbers; ``since`` if there is none."""
     at = graphemes.floor(text, at, since)
-    while at > since and is_inside(text, at):
-        at = graphemes.floor(text, at - 1, since)
+    if at > since and is_inside(text, at):
+        edges = graphemes.edges(text[since:at])
+        while at > since and is_inside(text, at):
+            at = since + edges.rfind(1, 0, at - since)
+    return at
+
+
+def ceil(text: str, at: int, until: int) -> int:
+    """Return the first place from ``at`` on between characters, words and numbers; ``until`` if there is none.
+
+    Both are between characters.
+    """
+    if at < until and is_inside(text, at):
+        edges, start = graphemes.edges(text[at:until]), at
+        while at < until and is_inside(text, at):
+            at = start + edges.find(1, at - start + 1)
     return at
 
 

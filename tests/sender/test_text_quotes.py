@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import regex
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.sender.text import quotes
 from kvferry.sender.text.folding import fold
 from kvferry.sender.text.quotes import Resolved, Source, supports
 
@@ -271,15 +270,6 @@ def test_folding_is_stable_and_the_same_for_equivalents(text: str) -> None:
     assert fold(folded).text == folded
     for form in ("NFC", "NFD"):
         assert fold(unicodedata.normalize(form, text)).text == folded
-
-
-@given(
-    st.lists(st.sampled_from([*ALPHABET, "\u0600", "क", "\u094d", "ि", "\x00", "\r", "🏽"]), max_size=30).map("".join)
-)
-@example("가\u11a8")
-@example("각\u11a8각\u1161")
-def test_characters_are_those_of_the_standard(text: str) -> None:
-    assert [at for at, edge in enumerate(quotes._edges(text)) if edge] == edges(text)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.sender.text.word_edges import is_inside, whole
+from kvferry.sender.text.word_edges import ceil, floor, is_inside, whole
 
 SPACES = [" ", "\u00a0", "\u2007", "\u2009", "\u202f"]
 MARKS = [*".,:'/", *"\uff0e\uff0c\uff1a\uff07\uff0f\u066b\u066c\u2018\u2019\u2032\u2044\u2215"]
@@ -75,3 +76,19 @@ def test_words_and_numbers(text: str, found: list[str]) -> None:
 @given(st.lists(st.sampled_from([*"ab15漢한-–_²\u0301\n\t", *SPACES, *MARKS, "000", "250"]), max_size=20).map("".join))
 def test_one_place_or_all_is_the_same(text: str) -> None:
     assert [bool(edge) for edge in whole(text)] == [not is_inside(text, at) for at in range(len(text) + 1)]
+
+
+@given(
+    st.lists(st.sampled_from([*"ab15漢한-–_ \u0301\u200d👩🇩कि", ",000", "\u094d", "\r\n", "🏽"]), max_size=20).map(
+        "".join
+    ),
+    st.data(),
+)
+def test_the_nearest_place_is_the_nearest_of_all(text: str, data: st.DataObject) -> None:
+    edges = [0, *(match.end() for match in regex.finditer(r"\X", text))]
+    places = [at for at in edges if whole(text)[at]]
+    at = data.draw(st.integers(0, len(text)))
+    since = data.draw(st.sampled_from([edge for edge in edges if edge <= at]))
+    assert floor(text, at, since) == max((place for place in places if since <= place <= at), default=since)
+    first, until = sorted(data.draw(st.tuples(st.sampled_from(edges), st.sampled_from(edges))))
+    assert ceil(text, first, until) == min((place for place in places if first <= place <= until), default=until)
