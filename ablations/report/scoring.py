@@ -3,8 +3,8 @@
 The measures are those of SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250, and its evaluation script): both texts are
 normalised, and the best of the accepted answers counts. Changed, because its rules know English in ASCII only:
 
-- Text is brought to NFKC and case-folded. Digits of every script become ASCII, keycap digits plain ones, and Arabic is
-  read without vowel marks and tatweel.
+- Text is brought to NFKC and case-folded. Digits of every script become ASCII, keycap digits plain ones. Arabic is read
+  without vowel marks and tatweel, Hebrew without points, everything without characters that are not seen.
 - Punctuation separates tokens instead of joining what stands beside it, and so do letters and digits: "w3/w4" holds
   "w3", and 40kg is 40 kg. A number keeps its decimal point, its colon and its sign: 14.20 is not 1420, and -24 is not
   24. Commas that group digits do not count.
@@ -26,9 +26,9 @@ from dataclasses import dataclass
 
 import regex
 
-from kvferry.core.words import UNSPACED
+from kvferry.core.words import UNSPACED, UNWRITTEN
 
-_DROPPED = regex.compile(r"[\uFE0E\uFE0F\u20E3\u0640\u064B-\u0652\u0670\p{Cf}]")
+_DROPPED = regex.compile(rf"[{UNWRITTEN}\u20E3]", regex.VERSION1)
 _GROUPING_COMMA = regex.compile(r"(?<=\p{Nd})[,\u066C](?=\p{Nd}{3}(?!\p{Nd}))")
 _ORDINAL = regex.compile(r"(?<=\b\p{Nd}+)(?:st|nd|rd|th)\b")
 _ARTICLE = regex.compile(r"(?:(?<![\p{L}\p{N}\p{M}_-])(?:[Tt]he|[Aa]n|a)|(?:^|[.!?])\W*A)\s+(?=\S)")
@@ -95,6 +95,8 @@ def tokens(text: str) -> list[str]:
 
 def _tokens(text: str, *, whole_codes: bool) -> list[str]:
     plain = _DROPPED.sub("", unicodedata.normalize("NFKC", text).replace("\u2212", "-"))
+    # What was dropped may have stood between a letter and its mark.
+    plain = unicodedata.normalize("NFC", plain)
     plain = _ARTICLE.sub(" ", _ORDINAL.sub("", _GROUPING_COMMA.sub("", plain)))
     found: list[str] = []
     at = 0

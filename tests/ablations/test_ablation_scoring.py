@@ -55,6 +55,8 @@ def test_plain_english_is_judged_as_squad_does(prediction: str, truth: str) -> N
         ("电话是6203-4471。", ["电", "话", "是", "6203", "4471"]),
         ("九十七冊のカメラ", ["九", "十", "七", "冊", "の", "カ", "メ", "ラ"]),
         ("يدفع مفتاحًا ٣٥٠ دينـــارًا", ["يدفع", "مفتاحا", "350", "دينارا"]),
+        ("๓-๕ B-๔๕ ด๔๕", ["3", "5", "b", "45", "ด", "45"]),
+        ("\u05e9\u05c1\u05b8\u05dc\u05d5\u05b9\u05dd Ka\u034f\u0308fer", ["\u05e9\u05dc\u05d5\u05dd", "käfer"]),
         ("ＡＢＣ１２ ﬁne", ["abc", "12", "fine"]),
         ("Straße É e\u0301", ["strasse", "é", "é"]),
         ("zero\u200bwidth soft\u00adhyphen", ["zerowidth", "softhyphen"]),

@@ -180,6 +180,25 @@ def test_the_question_needs_no_spaces_in_its_language(extract: Callable[..., Tex
     assert made.text == "北の倉庫の暗証番号は4417です。"
 
 
+@pytest.mark.parametrize(
+    ("best", "question"),
+    [
+        ("北の倉庫は45,000円です。", "Which one is 45000?"),
+        ("โกดังเหนือราคา๔๕,๐๐๐บาท\n", "Which one is 45000?"),
+        ("북쪽 창고는 45,000원이다. ", "Which one is 45,000?"),
+        ("The in\u00adner door is red. ", "Inner?"),
+        ("\u0642\u064e\u0644\u064e\u0645\u064c. ", "\u0642\u0644\u0645"),
+    ],
+)
+def test_a_match_is_found_in_any_writing(
+    extract: Callable[..., TextMaterial], model: LoadedModel, best: str, question: str
+) -> None:
+    text = f"今日は雨です。\n{best}\nRain fell. "
+    found = extract("A3-aware", text, budget=cost(model, best) + 2, question=question)
+    assert found.outcome["hit"] is True
+    assert best.strip() in (found.text or "")
+
+
 def test_blind_takes_no_question_and_never_changes_with_it(extract: Callable[..., TextMaterial]) -> None:
     assert list(inspect.signature(blind_scores).parameters) == ["sentences", "words"]
     found = {extract("A3", TEXT, budget=40, question=question).text for question in (None, "", QUESTION, "Rain?")}
