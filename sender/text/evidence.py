@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from kvferry.core.errors import ModelError
 from kvferry.core.evidence import Evidence
 from kvferry.core.manifest import Scalar
 from kvferry.core.progress import Progress
@@ -26,6 +27,7 @@ from kvferry.sender.method import EvidenceMaterial
 from kvferry.sender.reading import Reading
 from kvferry.sender.text.counted import BudgetParameters, budget_tokens
 from kvferry.sender.text.evidence_grammars import (
+    MAX_QUOTE,
     MAX_STATED,
     evidence_grammar,
     fact_grammar,
@@ -34,7 +36,7 @@ from kvferry.sender.text.evidence_grammars import (
 )
 from kvferry.sender.text.facts import Written, read_facts
 from kvferry.sender.text.generating import check_room, write, writer
-from kvferry.sender.text.passages import passages, ranked_passages
+from kvferry.sender.text.passages import left_out, passages, ranked_passages
 from kvferry.sender.text.quotes import Source, Span
 from kvferry.sender.text.selection import too_small
 from kvferry.sender.text.statements import Statements, fits
@@ -119,7 +121,8 @@ def find_evidence(
         ContextOverflowError: when document, instruction, and the budget or passage by passage ``ROOM_FOR_A_FACT`` do
             not fit the context. Nothing is cut silently.
         InvalidRequestError: when the budget does not hold the first fact.
-        ModelError: when the model's tokenizer cannot be kept to a form.
+        ModelError: when the model's tokenizer cannot be kept to a form, or nothing in the document can be quoted where
+            something must be.
     """
     counter, text = reading.counter, reading.text
     reading.check_length()
@@ -132,9 +135,10 @@ def find_evidence(
     if text.strip() and parameters.constraint == "passages":
         check_room(reading, EVIDENCE_SYSTEM, task, ROOM_FOR_A_FACT, given=False)
         run = PassageByPassage(counter, source, (yield from ranked_passages(text, question)), budget)
-        if run.places:
-            chain = Chain(reading.model.grammars, run.grammars())
-            answer = yield from write(reading, EVIDENCE_SYSTEM, task, budget, chain, filled=lambda: run.read)
+        if not run.places:
+            raise _nothing_to_quote(text)
+        chain = Chain(reading.model.grammars, run.grammars())
+        answer = yield from write(reading, EVIDENCE_SYSTEM, task, budget, chain, filled=lambda: run.read)
     elif text.strip():
         check_room(reading, EVIDENCE_SYSTEM, task, budget)
         answer = yield from write(reading, EVIDENCE_SYSTEM, task, budget, _constraint(reading, parameters))
@@ -146,6 +150,7 @@ def find_evidence(
     whole = Evidence(stated.facts, notes, unknowns, written.complete, "length" if cut else "stop")
     evidence, tokens = _within(counter, whole, budget)
     outcome = _outcome(reading, written, stated, evidence, tokens)
+    outcome["left_out"] = left_out(text) if parameters.constraint in {"passages", "quotes"} else 0
     return Found(evidence, outcome | {"generated": len(answer.token_ids), "cap_hit": evidence.stop == "length"})
 
 
@@ -193,9 +198,19 @@ class PassageByPassage:
 def _constraint(reading: Reading, parameters: EvidenceParameters) -> Constraint | None:
     if parameters.constraint == "none":
         return None
-    text = reading.text
-    quotes = [text[slice(*passage)] for passage in passages(text)] if parameters.constraint == "quotes" else None
+    if parameters.constraint == "schema":
+        return reading.model.grammars.compile(evidence_grammar(None))
+    quotes = [reading.text[slice(*passage)] for passage in passages(reading.text)]
+    if not any(quotable(quotes)):
+        raise _nothing_to_quote(reading.text)
     return reading.model.grammars.compile(evidence_grammar(quotes))
+
+
+def _nothing_to_quote(text: str) -> ModelError:
+    return ModelError(
+        f"document: nothing in its {len(text)} characters can be quoted: a passage is a sentence, row or line in which "
+        f"something is seen, and no part of a word or number of more than {MAX_QUOTE} characters"
+    )
 
 
 def _within(counter: ContentEncoder, evidence: Evidence, budget: int) -> tuple[Evidence, int]:
@@ -229,7 +244,9 @@ def _outcome(
         "ambiguous": sum(len(fact.spans) > 1 for fact in facts),
         "unsupported": sum(not fact.supported for fact in facts),
         "confirmed": sum(fact.confirmed for fact in facts),
-        "malformed": written.dropped + stated.too_long,
+        "malformed": written.dropped
+        + stated.too_long
+        + sum(not fits(text) for text in written.notes + written.unknowns),
         "repeated": stated.repeated,
         "complete": evidence.complete,
     }

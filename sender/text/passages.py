@@ -28,6 +28,13 @@ def passages(text: str) -> Iterator[Piece]:
             yield Piece(start + len(found) - len(found.lstrip()), start + len(found.rstrip()))
 
 
+def left_out(text: str) -> int:
+    """Return how many code points of a document no passage holds, white space aside."""
+    found = list(passages(text))
+    ends, starts = [0, *(end for _, end in found)], [*(start for start, _ in found), len(text)]
+    return sum(len("".join(text[end:start].split())) for end, start in zip(ends, starts, strict=True))
+
+
 def ranked_passages(text: str, question: str | None) -> Generator[Progress, None, list[Piece]]:
     """Return the passages, the best first: as A3 ranks sentences, and for a question that none fits as without one."""
     found, words = yield from read_pieces(text, passages(text))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from keys import SENTENCES, TEXT
 
 from kvferry.core import evidence
-from kvferry.core.errors import ContextOverflowError, InvalidRequestError
+from kvferry.core.errors import ContextOverflowError, InvalidRequestError, ModelError
 from kvferry.core.evidence import Evidence, Fact, Reference, References
 from kvferry.core.progress import Progress, finish
 from kvferry.engine.constrained import Grammar
@@ -177,7 +177,7 @@ def test_what_no_message_can_hold_is_left_out(find: Callable[..., Any], writes: 
     writes({"facts": [*facts, *facts], "notes": [long, "n"], "unknowns": [long, "u"]})
     found = find(budget=10_000)
     made = of(found)
-    assert counts(found, "malformed", "repeated", "facts") == {"malformed": 6, "repeated": 1, "facts": 1}
+    assert counts(found, "malformed", "repeated", "facts") == {"malformed": 8, "repeated": 1, "facts": 1}
     assert [one.attribute for one in made.facts] == [most]
     assert (made.notes, made.unknowns) == (("n",), ("u",))
     evidence.to_bytes(made)
@@ -217,6 +217,7 @@ def test_a_message_says_how_it_came_about(
         "malformed": 0,
         "repeated": 0,
         "complete": False,
+        "left_out": 0,
         "generated": 7,
         "cap_hit": True,
     }
@@ -613,6 +614,49 @@ def test_of_nothing_nothing_is_written(
     asked = writes([fact("invented", "invented")])
     made = find(method, text=text)
     assert (made.outcome["facts"], made.outcome["generated"], made.outcome["complete"], asked) == (0, 0, True, [])
+
+
+UNQUOTABLE = {"a giant word": "x" * 250, "a giant number": "7" * 250, "a mark": "\ufeff", "zeros": "\x00\x00"}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("constraint", ["passages", "quotes"])
+@pytest.mark.parametrize("name", UNQUOTABLE)
+def test_what_cannot_be_quoted_is_not_sent_as_evidence_of_nothing(
+    find: Callable[..., Any],
+    writes: Callable[..., list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    constraint: str,
+    name: str,
+) -> None:
+    monkeypatch.setattr(LoadedModel, "read", lambda *_: pytest.fail("the model read"))
+    asked, text = writes([]), UNQUOTABLE[name]
+    with pytest.raises(
+        ModelError, match=f"^document: nothing in its {len(text)} characters can be quoted: a passage is"
+    ):
+        find(method, text=text, constraint=constraint)
+    assert asked == []
+
+
+@pytest.mark.parametrize("constraint", ["schema", "none"])
+def test_what_is_free_to_quote_anything_is_asked_about_any_text(
+    find: Callable[..., Any], writes: Callable[..., list[Any]], constraint: str
+) -> None:
+    writes([fact("x" * 250, "x" * 250)])
+    made = find(text=UNQUOTABLE["a giant word"], constraint=constraint)
+    assert counts(made, "confirmed", "left_out") == {"confirmed": 1, "left_out": 0}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("constraint", "expected"), [("passages", 250), ("quotes", 250), ("schema", 0), ("none", 0)])
+def test_what_no_passage_holds_is_counted(
+    find: Callable[..., Any], writes: Callable[..., list[Any]], method: str, constraint: str, expected: int
+) -> None:
+    writes([fact("bay C4", "the key of bay C4")])
+    assert find(method, constraint=constraint).outcome["left_out"] == 0
+    long = f"{TEXT}\n {'x' * 250}\n\ufeff\n The end! \x00 \u00e9 \n"
+    assert find(method, text=long, constraint=constraint).outcome["left_out"] == expected
 
 
 @pytest.mark.parametrize("method", METHODS)

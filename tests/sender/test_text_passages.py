@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from keys import SENTENCES, TEXT
 
 from kvferry.sender.text.evidence_grammars import MAX_QUOTE
-from kvferry.sender.text.passages import passages, ranked_passages
+from kvferry.sender.text.passages import left_out, passages, ranked_passages
 from kvferry.sender.text.quotes import Source
 
 ORDERED = "It rained. The code of the hut is 4417. The keeper is Ada. The code of the barn is B-9923."
@@ -55,16 +55,18 @@ LONG = st.lists(st.sampled_from(ATOMS) | st.sampled_from(ATOMS).map(lambda atom:
 def check_passages(text: str) -> list[str]:
     """Return a text's passages when they are its own, in order, between characters, and hold all but giant words."""
     edges = {0, *(cluster.end() for cluster in regex.finditer(r"\X", text))}
-    at, quotes = 0, []
+    at, quotes, without = 0, [], ""
     for start, end in passages(text):
         assert at <= start < end
         assert {start, end} <= edges | {at + len(text[at:]) - len(text[at:].lstrip())}
         check_left_out(text, at, start)
+        without += "".join(text[at:start].split())
         quotes.append(text[start:end])
         assert quotes[-1] == quotes[-1].strip()
         assert len(quotes[-1]) - len(regex.findall(r"\X", quotes[-1])[-1]) < MAX_QUOTE
         at = end
     check_left_out(text, at, len(text))
+    assert left_out(text) == len(without + "".join(text[at:].split()))
     return quotes
 
 
@@ -135,6 +137,22 @@ def test_half_a_word_is_not_quoted_and_what_is_around_it_is() -> None:
     assert check_passages("x" * 200) == ["x" * 200]
     assert check_passages("the token: " + "x" * 1000 + " is long") == ["the token:", "is long"]
     assert check_passages("Look: " + "1.0," * 150 + " so!") == ["Look:", ",", "so!"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", 0),
+        (TEXT, 0),
+        ("\ufeff \x00", 0),
+        ("x" * 250, 250),
+        ("x" * 200, 0),
+        ("the token: " + "x" * 1000 + " is long", 1000),
+        ("7" * 300 + "\n\n" + "\u00e9" * 201 + " \u3000", 501),
+    ],
+)
+def test_what_no_passage_holds_is_counted_without_white_space(text: str, expected: int) -> None:
+    assert left_out(text) == expected
 
 
 @pytest.mark.parametrize("cluster", ["🇩🇪", "👩\u200d👩\u200d👧", "門\u0301", "\r\n", "門" + "\u0301" * 500])
