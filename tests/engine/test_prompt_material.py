@@ -111,7 +111,26 @@ def test_evidence_is_asked_for_in_one_way_with_and_without_the_question(*, with_
     assert [blind.index(name) for name in fields] == sorted(blind.index(name) for name in fields)
     lists = [name for name in ("facts", "notes", "unknowns") if f'"{name}"' in blind]
     assert lists == (["facts", "notes", "unknowns"] if with_form else [])
-    assert all(prompts.SUMMARY_BLIND.count(word) == 1 == blind.count(word) for word in ("codes", "dates"))
+    for word in ("names", "codes", "numbers", "dates", "negations"):
+        assert prompts.SUMMARY_BLIND.count(word) == prompts.SUMMARY_AWARE.count(word) == blind.count(word) == 1
+
+
+@pytest.mark.parametrize("system", [DEFAULT_SYSTEM, prompts.SUMMARY_SYSTEM, prompts.EVIDENCE_SYSTEM])
+def test_every_model_is_told_to_use_nothing_but_the_document(system: str) -> None:
+    assert system.count("Use only what the document says.") == 1
+
+
+@pytest.mark.parametrize("places", [(), ((4, 9),), ((4, 9), (14, 19))])
+@pytest.mark.parametrize("supported", [True, False])
+@pytest.mark.parametrize("written", ["exact", "folded"])
+def test_a_reader_is_told_of_every_fact_that_the_document_does_not_confirm(
+    places: tuple[tuple[int, int], ...], written: Any, *, supported: bool
+) -> None:
+    match = written if places else "unresolved"
+    facts = tuple(Fact("A", "b", value, match, places, 0, supported) for value in ("c", "d (not)"))
+    lines = prompts.evidence_text(Evidence(facts, (), (), complete=True, stop="stop")).splitlines()
+    told = "" if places and supported else " (not confirmed)"
+    assert lines == [f"A - b: c{told}", f"A - b: d (not){told}"]
 
 
 def test_evidence_reads_as_one_line_a_statement() -> None:
