@@ -24,7 +24,7 @@ from kvferry.engine.prompt import EVIDENCE_SYSTEM, evidence_task, evidence_text,
 from kvferry.sender import registry
 from kvferry.sender.method import EvidenceMaterial
 from kvferry.sender.text import evidence as evidence_method
-from kvferry.sender.text.evidence import ROOM_FOR_A_FACT, PassageByPassage
+from kvferry.sender.text.evidence import PassageByPassage
 from kvferry.sender.text.evidence_grammars import MAX_STATED, evidence_grammar
 from kvferry.sender.text.passages import passages, ranked_passages
 from kvferry.sender.text.quotes import Source, supports
@@ -305,7 +305,7 @@ def test_what_has_no_room_is_refused_before_anything_is_done(
     constraint: str,
     spare: int,
 ) -> None:
-    most = ROOM_FOR_A_FACT if constraint == "passages" else FILLED
+    most = 256 if constraint == "passages" else FILLED
     task = model.prompt.task(evidence_task(None, with_form=constraint == "none"))
     taken = len(model.prompt.prefix(TEXT, EVIDENCE_SYSTEM)) + len(task)
     shop, found = workshop(tiny_model("llama", context=taken + most + spare)), registry.find("A5")

@@ -112,6 +112,22 @@ def test_what_looks_cheaper_among_others_does_not_take_the_place_of_what_fits() 
         finish(select(prompt, document, two, [0, 1], 2))
 
 
+def test_pieces_that_take_fewer_tokens_together_make_room_and_are_counted_once_on_the_way() -> None:
+    counts: list[str] = []
+
+    def count(text: str) -> int:
+        counts.append(text)
+        return len(text) - 2 * (text.startswith("aaabbb"))
+
+    prompt: Any = SimpleNamespace(count=count)
+    document: Any = SimpleNamespace(text="aaabbbcccddd", costs=lambda _: [3, 3, 3, 3])
+    four = [Piece(at, at + 3) for at in range(0, 12, 3)]
+    # Six by their own tokens, four together: the third fits, and so the fourth does not.
+    found = finish(select(prompt, document, four, [0, 1, 2, 3], 7))
+    assert (found.made.text, found.tokens, found.pieces) == ("aaabbbccc", 7, 3)
+    assert counts == ["aaabbb", "aaabbbccc"]
+
+
 @pytest.mark.parametrize("method", ["A3", "A3-aware"])
 def test_a_document_within_the_budget_is_sent_whole(
     extract: Callable[..., TextMaterial], model: LoadedModel, method: str

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import regex
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from kvferry.core import container
 from kvferry.core.errors import InvalidRequestError
 from kvferry.core.progress import Progress
 from kvferry.engine.model import LoadedModel
 from kvferry.sender import registry
+from kvferry.sender.text.assembly import Piece
 from kvferry.sender.text.counted import CountedText, within
 from kvferry.sender.text.head_tail import MARK, head_and_tail
 
@@ -165,6 +169,18 @@ def test_where_nothing_of_the_beginning_fits_the_end_has_everything(model: Loade
     assert head_and_tail(model.prompt.content, document, heavy).text == text.removesuffix(" family")
 
 
+def test_where_every_cut_of_the_budget_takes_more_tokens_anew_the_smallest_piece_is_sent() -> None:
+    text = "abcdefghij"
+    counter: Any = SimpleNamespace(
+        # Twice what a part took within the text.
+        count=lambda part: 2 * len(part),
+        offsets=lambda whole: [(at, at + 1) for at in range(len(whole))],
+    )
+    document = CountedText(counter, text)
+    sent = [head_and_tail(counter, document, budget).text for budget in range(11)]
+    assert sent == ["", "", *["a"] * 8, text]
+
+
 def test_nothing_of_nothing_is_sent(workshop: Callable[..., Any], model: LoadedModel) -> None:
     assert workshop(model).make("A2", " \n\u3000", budget=1).stored
 
@@ -216,3 +232,29 @@ def test_a_beginning_within_a_budget(model: LoadedModel, length: Callable[[str],
 def test_a_beginning_uses_its_budget(model: LoadedModel, length: Callable[[str], int], name: str) -> None:
     for budget in range(length(TEXTS[name])):
         assert budget - length(within(model.prompt.content, TEXTS[name], budget)) <= 2
+
+
+def test_of_a_character_that_a_token_shares_nothing_is_kept(model: LoadedModel) -> None:
+    # Three tokens a sign, one byte each.
+    counted = CountedText(model.prompt.content, "門x門")
+    assert [counted.head(tokens) for tokens in range(8)] == [0, 0, 0, 1, 2, 2, 2, 3]
+    assert [counted.tail(tokens) for tokens in range(8)] == [3, 3, 3, 2, 1, 1, 1, 0]
+
+
+RANGES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted).map(tuple), min_size=1, max_size=8)
+
+
+@given(RANGES)
+@example([(0, 1), (1, 3), (0, 1), (3, 4)])
+@example([(0, 1), (1, 4), (1, 2), (2, 5)])
+def test_ranges_that_step_back_give_cuts_and_costs_that_do_not(ranges: list[tuple[int, int]]) -> None:
+    counter: Any = SimpleNamespace(offsets=lambda _: ranges)
+    counted, tokens = CountedText(counter, "abcdefghij"), len(ranges)
+    heads = [counted.head(kept) for kept in range(tokens + 1)]
+    tails = [counted.tail(tokens - kept) for kept in range(tokens + 1)]
+    assert (heads, tails) == (sorted(heads), sorted(tails))
+    assert all(head <= tail for head, tail in zip(heads, tails, strict=True))
+    costs = counted.costs([Piece(at, at + 1) for at in range(10)])
+    assert min(costs) >= 0
+    # One that begins before a token that precedes it counts where that one begins.
+    assert costs == [sum(max(ranges[: at + 1])[0] == place for at in range(tokens)) for place in range(10)]

@@ -325,6 +325,13 @@ def test_a_known_place_is_the_one_that_is_meant(
     assert Source(text).at(place) == Resolved(spans, spans.index(place), "exact")
 
 
+def test_a_known_place_has_no_others_where_the_same_words_stand_in_another_writing() -> None:
+    # Within "cab" the letters are no words, so a search goes on to what is written in another way.
+    text = "cab \uff41\uff42 \uff41\uff42"
+    assert Source(text).resolve("ab") == Resolved(((4, 6), (7, 9)), 0, "folded")
+    assert Source(text).at((1, 3)) == Resolved(((1, 3),), 0, "exact")
+
+
 def test_hundreds_of_quotes_of_a_long_document_take_no_time() -> None:
     words = ["naïve", "“ledger”", "ferry", "o\ufb03ce", "don’t", "門", "4417", "—", "\r\n", "crate"]
     many = [words[pick] for pick in np.random.default_rng(0).integers(0, 10, 50_000)]
