@@ -1,7 +1,6 @@
 """A8 with its package: tiny random compressors, and the package's own function as the oracle. Needs kvferry[llmlingua].
 
-The compressors are made here, with tokenizers of the two kinds that the released ones have. In the place of tiktoken's
-encoding, which would be downloaded, stands one that counts bytes.
+The compressors are made here (``compressors`` in tests/support), and so is tiktoken's encoding.
 """
 
 from __future__ import annotations
@@ -14,9 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import compressors
 import numpy as np
 import pytest
 import regex
+from compressors import BERT, LONG, TEXT, XLMR
 
 from kvferry.core import container
 from kvferry.core.errors import InvalidRequestError, ModelError
@@ -31,18 +32,6 @@ pytestmark = [
     pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning", "default::UserWarning"),
 ]
 
-XLMR = "llmlingua-2-xlm-roberta-large-meetingbank"
-BERT = "llmlingua-2-bert-base-multilingual-cased-meetingbank"
-SENTENCES = (
-    "The access code of the north warehouse is 4417, not 4418. ",
-    "Plate B-KV 2041 left at dawn; plate HH-AB 7 did not.\n",
-    "if crates != 11:\n    return keys[4]  # no ferry\n",
-    "门牌号是京A12345。主管的电话是六二〇三。",
-)
-TEXT = "".join(SENTENCES)
-LONG = "".join(f"Crate {number} holds {number * 7 % 97} sheets of paper, {TEXT}" for number in range(40))
-# Written down: what a tokenizer's trainer finds among equals is not the same in every process.
-WORDS = sorted({*regex.findall(r"[A-Za-z]+|\d+", TEXT), "Crate", "holds", "sheets"})
 TEXTS = {
     "prose": TEXT,
     "long": LONG,
@@ -55,68 +44,11 @@ TEXTS = {
 }
 
 
-def tiny_xlmr(path: Path) -> None:
-    """Save a token classifier with a tokenizer of SentencePiece's kind."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-    from transformers import XLMRobertaConfig, XLMRobertaForTokenClassification
-
-    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    words = ["\u2581", *(f"\u2581{word}" for word in WORDS)]
-    letters = sorted({*LONG} - {" ", "\n"})
-    pieces = [*((word, -4.0 - 0.01 * at) for at, word in enumerate(words)), *((letter, -8.0) for letter in letters)]
-    tokenizer = Tokenizer(models.Unigram([*((token, 0.0) for token in special), *pieces], unk_id=3))
-    tokenizer.normalizer = normalizers.NFKC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
-    tokenizer.decoder = decoders.Metaspace()
-    tokenizer.add_special_tokens(special)
-    names = {"bos": "<s>", "cls": "<s>", "eos": "</s>", "sep": "</s>", "pad": "<pad>", "unk": "<unk>", "mask": "<mask>"}
-    save(path, tokenizer, "XLMRobertaTokenizer", names)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = XLMRobertaConfig(
-        vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=514, initializer_range=0.5, num_labels=2, **sizes
-    )
-    XLMRobertaForTokenClassification(config).save_pretrained(path)
-
-
-def tiny_bert(path: Path) -> None:
-    """Save a token classifier with a tokenizer of WordPiece's kind."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-    from transformers import BertConfig, BertForTokenClassification
-
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    letters = sorted({*LONG} - {" ", "\n"})
-    pieces = [*special, *WORDS, *letters, *(f"##{letter}" for letter in letters)]
-    vocab = {piece: at for at, piece in enumerate(dict.fromkeys(pieces))}
-    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))  # noqa: S106
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.add_special_tokens(special)
-    names = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "unk": "[UNK]", "mask": "[MASK]"}
-    save(path, tokenizer, "BertTokenizer", names)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = BertConfig(vocab_size=tokenizer.get_vocab_size(), initializer_range=0.5, num_labels=2, **sizes)
-    BertForTokenClassification(config).save_pretrained(path)
-
-
-def save(path: Path, tokenizer: Any, kind: str, names: dict[str, str]) -> None:
-    """Save a tokenizer as the released models have theirs."""
-    path.mkdir(parents=True)
-    tokenizer.save(str(path / "tokenizer.json"))
-    settings = {f"{name}_token": token for name, token in names.items()}
-    settings |= {"tokenizer_class": kind, "do_lower_case": False, "model_max_length": 512}
-    (path / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a home of kvferry with both compressors."""
-    import torch
-
     path = tmp_path_factory.mktemp("home")
-    for name, make in ((XLMR, tiny_xlmr), (BERT, tiny_bert)):
-        torch.manual_seed(3)
-        make(path / "models" / "compressors" / name)
+    compressors.install(path)
     return path
 
 
@@ -125,11 +57,7 @@ def prepared(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let kvferry look there, and tiktoken count bytes."""
     import tiktoken
 
-    ranks = {bytes([value]): value for value in range(256)}
-    encoding = tiktoken.Encoding(
-        "bytes", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}
-    )
-    monkeypatch.setattr(tiktoken, "encoding_for_model", {"gpt-3.5-turbo": encoding}.__getitem__)
+    monkeypatch.setattr(tiktoken, "encoding_for_model", {"gpt-3.5-turbo": compressors.encoding_of_bytes()}.__getitem__)
     monkeypatch.setenv("KVFERRY_HOME", str(home))
 
 
