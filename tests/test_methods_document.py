@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import re
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ import msgspec
 import pytest
 from msgspec import inspect
 
+from kvferry.core import bm25
 from kvferry.engine import prompt
+from kvferry.receiver import lookups
 from kvferry.sender import registry
 from kvferry.sender.kv import capabilities, probes
 from kvferry.sender.kv.parameters import PackingParameters, SelectionParameters, WidthParameters
@@ -177,6 +180,27 @@ def test_the_instruction_is_the_one_that_runs() -> None:
     assert f"\n\n{prompt.LOOKING_INSTRUCTION.strip()}" == prompt.LOOKING_INSTRUCTION
     assert f"of {prompt.LOOKING_INSTRUCTION.strip()} with two line breaks before it." in quoted
     assert f"the first {probes.INSTRUCTION_TOKENS} tokens" in quoted
+
+
+def test_fixed_numbers_are_those_of_the_code() -> None:
+    ((_, *rows),) = tables(SECTIONS["Fixed numbers"])
+    said = {}
+    for number, constant, _ in rows:
+        file, name = re.fullmatch(r"`(.+)\.py` `(\w+)`", constant).groups()  # type: ignore[union-attr]
+        said[file, name] = (float(number), getattr(importlib.import_module(f"kvferry.{file.replace('/', '.')}"), name))
+    assert len(said) == len(rows) > 10
+    assert all(number == value for number, value in said.values()), said
+
+
+def test_fixed_numbers_of_look_ups_are_also_those_of_the_wire() -> None:
+    wire = (Path(__file__).parents[1] / "docs" / "wire.md").read_text("utf-8")
+    choosing = " ".join(wire.split("A receiver chooses so:")[1].split("A receiver MUST refuse an answer")[0].split())
+    assert f"k1 = {bm25.K1}, b = {bm25.B})" in choosing
+    assert lookups.MAX_LOOKUPS == 6
+    assert "The best six are followed" in choosing
+    assert f"{lookups.BEFORE} code points before its place to {lookups.AFTER} behind it" in choosing
+    assert f"at most {lookups.MAX_WINDOW} long" in choosing
+    assert f"`max_bytes` is {lookups.MAX_BYTES:,}." in choosing
 
 
 def test_methods_that_are_mentioned_are_there() -> None:
