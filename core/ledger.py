@@ -16,10 +16,12 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 Duration = Annotated[float, Meta(ge=0, le=1e12)]
 
 
-class SenderAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What an artifact cost its sender. Travels with Commit.
+# Receivers of before these know no such names, and refuse an account that has them.
+_LATER = ("tokenizer_bytes", "tokenizer_ms")
 
-    What is 0 or not there by default is not written: receivers of before a field refuse its name.
+
+class SenderAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an artifact cost its sender. Travels with Commit.
 
     Attributes:
         prefill_tokens: tokens that the sender's model read when the artifact was made; 0 for text.
@@ -211,8 +213,11 @@ def auto_account(account: SenderAccount, verify_ms: float, first_token_ms: float
 
 
 def to_json(record: Ledger | SenderAccount) -> str:
-    """Return one line of JSON."""
-    return msgspec.json.encode(record).decode("utf-8")
+    """Return one line of JSON. An account is silent on a tokenizer that was not asked for."""
+    if not isinstance(record, SenderAccount):
+        return msgspec.json.encode(record).decode("utf-8")
+    said = {name: value for name, value in msgspec.structs.asdict(record).items() if value or name not in _LATER}
+    return msgspec.json.encode(said).decode("utf-8")
 
 
 def ledger_from_json(text: str) -> Ledger:

@@ -48,6 +48,8 @@ def spent() -> bytes:
             "method_ms": 2.0,
             "encode_ms": 3.0,
             "transfer_ms": 4.0,
+            "fallback_reason": None,
+            "auto": None,
         },
         separators=(",", ":"),
     ).encode()

@@ -30,6 +30,7 @@ SPACE = "\u2581"
 def encoder(tokenizer: Tokenizer) -> ContentEncoder:
     """Return what encodes as a receiver with this tokenizer would."""
     state = json.loads(tokenizer.to_str())
+    del state["padding"], state["truncation"]
     return ContentEncoder(json.dumps([state, [0]], sort_keys=True, separators=(",", ":")).encode())
 
 
