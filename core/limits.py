@@ -44,6 +44,8 @@ MAX_FACT_CHARACTERS = 4096
 
 MAX_TOKENIZER_BYTES = 32 * MIB
 """Longest description of a tokenizer; the same of it as a frame."""
+MAX_GROWN_CHARACTERS = 2**27
+"""Most characters that another machine's tokenizer may make of a document on the way to its tokens."""
 MAX_TOKENIZERS_KNOWN = 64
 """Most tokenizers that a sender says it has."""
 

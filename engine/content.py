@@ -43,7 +43,7 @@ class ContentEncoder:
         )
         with _faults_of_the_library():
             self._plain = Tokenizer.from_str(written.plain())
-        written.check()
+        self._growth = written.growth
         self._reach = written.reach(self._forbidden)
 
     @classmethod
@@ -84,6 +84,10 @@ class ContentEncoder:
     def least(self, text: str) -> int:
         """Return a number of ids that ``encode`` gives at least, without encoding: 0 where nothing is proved."""
         return self._reach.least_tokens(text) if self._reach else 0
+
+    def grown(self, text: str) -> int:
+        """Return how many characters encoding may make of a text's before it finds tokens: memory is taken for them."""
+        return self._growth.of(text)
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """Return the code points of ``text`` that every one of its tokens stands for, as half-open ranges.

@@ -6,9 +6,8 @@ is given to it whose form is not known, or that would let a text grow beyond mea
 
 from __future__ import annotations
 
-import base64
 import contextlib
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -17,17 +16,24 @@ from msgspec import Meta
 from kvferry.core import json_records
 from kvferry.core.errors import ModelError
 from kvferry.core.limits import MIB
-from kvferry.engine import token_reach
+from kvferry.engine import token_growth, token_reach
 
 MAX_STEPS_BYTES = MIB
 """Longest normaliser or pre-tokenizer, as JSON: the largest table that is in use takes 0.3 MiB."""
-MAX_GROWTH = 64
-"""Most characters that the texts of a description make of one. U+FDFA becomes 18 in the tables that are in use."""
+MAX_STEPS = 32
+"""Most steps of both together, each of which goes over the text."""
+MAX_PATTERN = 4096
+"""Longest text or expression that a step looks for, in characters: compiled, one takes thousands of times its size."""
 MAX_ENTRIES = 2**20
 """Largest vocabulary: four times the largest that is in use."""
+MAX_ENTRY = 4096
+"""Longest entry of one, in characters. The library goes down one by one, on the stack."""
+MAX_AFFIX = 64
+"""Longest text that is put before or behind pieces of words, in characters."""
 MAX_WORD = 1000
 """Longest word that is looked up piece by piece, in time that grows with its square."""
-_BYTES_OF_A_CHARACTER = 4
+MAX_GROWTH = 2048
+"""Most characters that may become of one; ALBERT's steps could make 1,944 of one that there is not."""
 
 
 class AddedToken(msgspec.Struct, frozen=True):
@@ -65,24 +71,35 @@ class TokenizerDescription:
 
     Attributes:
         added_tokens: tokens beside the vocabulary.
+        growth: how much a text may grow on its way to the vocabulary.
     """
 
     def __init__(self, description: bytes) -> None:
         """Read one.
 
         Raises:
-            ModelError: when it is something else.
+            ModelError: when it is something else, or would let texts grow, take too long, or encode them another way
+                each time.
         """
         with _faults():
             self._state, _ = json_records.decode(description, tuple[_State, list[int]])
             self.added_tokens = self._state.added_tokens
             self._model = json_records.decode(bytes(self._state.model), _Model)
-        _check("model.vocab: entries", len(self._model.vocab), MAX_ENTRIES)
+        self._check_model()
         self._steps = {name: _steps(name, getattr(self._state, name)) for name in ("normalizer", "pre_tokenizer")}
+        with _faults():
+            steps = token_reach.flat(self._steps["normalizer"], "normalizers")
+            steps += token_reach.flat(self._steps["pre_tokenizer"], "pretokenizers")
+            _check("normalizer, pre_tokenizer: steps", len(steps), MAX_STEPS)
+            patterns = (len(text) for step in steps for text in dict(step.get("pattern") or {}).values())
+            _check("normalizer, pre_tokenizer: characters of a pattern", max(patterns, default=0), MAX_PATTERN)
+            self.growth = token_growth.measure(steps)
+        _check("normalizer, pre_tokenizer: characters that may become of one", self.growth.any_text, MAX_GROWTH)
 
     def plain(self) -> str:
-        """Return the tokenizer for its library, without added tokens and without what is put around a text."""
-        bare = msgspec.structs.replace(self._state, added_tokens=[], post_processor=msgspec.Raw(b"null"))
+        """Return the tokenizer for its library, with nothing but what encodes a text."""
+        nothing = msgspec.Raw(b"null")
+        bare = msgspec.structs.replace(self._state, added_tokens=[], post_processor=nothing, decoder=nothing)
         return msgspec.json.encode(bare).decode("utf-8")
 
     def reach(self, never: Container[int]) -> token_reach.TokenReach | None:
@@ -94,45 +111,16 @@ class TokenizerDescription:
         with _faults():
             return token_reach.measure({**self._steps, "model": msgspec.structs.asdict(self._model)}, never)
 
-    def check(self) -> None:
-        """Refuse what would let texts grow, take too long, or encode them another way each time.
-
-        Raises:
-            ModelError: naming what it is, and the limit.
-        """
+    def _check_model(self) -> None:
         model = self._model
         if model.dropout:
             raise ModelError(f"tokenizer: model.dropout: {model.dropout}: it would encode a text in many ways")
+        entries = model.vocab if isinstance(model.vocab, dict) else [entry for entry, _ in model.vocab]
+        _check("model.vocab: entries", len(entries), MAX_ENTRIES)
+        _check("model.vocab: characters of an entry", max(map(len, entries), default=0), MAX_ENTRY)
         _check("model.max_input_chars_per_word", model.max_input_chars_per_word, MAX_WORD)
         for name in ("continuing_subword_prefix", "end_of_word_suffix"):
-            _check(f"model.{name}", len(getattr(model, name) or ""), MAX_GROWTH)
-        with _faults():
-            grown = growth(self._steps["normalizer"])
-        _check("normalizer: characters that may become of one", grown, MAX_GROWTH)
-
-
-def growth(normalizer: Mapping[str, Any] | None) -> int:
-    """Return how many characters a normaliser's own texts may make of one. Unicode's forms are not counted."""
-    grown = 1
-    for step in token_reach.flat(normalizer, "normalizers"):
-        kind = step["type"]
-        if kind == "Replace":
-            replaced = len(step["pattern"].get("String", ""))
-            # A pattern, and the empty text, may match on both sides of a character.
-            grown *= max(1, -(-len(step["content"]) // replaced)) if replaced else 1 + 2 * len(step["content"])
-        elif kind == "Prepend":
-            grown *= 1 + len(step["prepend"])
-        elif kind == "Precompiled":
-            grown *= _longest_entry(base64.b64decode(step["precompiled_charsmap"]))
-        elif kind == "ByteLevel":
-            grown *= _BYTES_OF_A_CHARACTER
-    return grown
-
-
-def _longest_entry(table: bytes) -> int:
-    """Return the characters of the longest text in a table: its index's size, its index, texts that end with NUL."""
-    size = int.from_bytes(table[:4], "little")
-    return max(1, *(len(entry.decode("utf-8", "replace")) for entry in table[4 + size :].split(b"\0")))
+            _check(f"model.{name}: characters", len(getattr(model, name) or ""), MAX_AFFIX)
 
 
 def _steps(name: str, written: msgspec.Raw) -> Any:

@@ -10,16 +10,17 @@ from typing import Any
 
 import msgspec
 
-from kvferry.core import verification
+from kvferry.core import limits, verification
 from kvferry.core.addresses import Address
 from kvferry.core.choice import AutoChoice
-from kvferry.core.errors import ContainerError, RefusedError, TransferError
+from kvferry.core.errors import ContainerError, RefusedError, TooLargeError, TransferError
 from kvferry.core.ledger import SenderAccount, to_json
 from kvferry.core.logs import logger
 from kvferry.core.progress import Progress
 from kvferry.core.stored import Stored
 from kvferry.core.threads import off_loop
 from kvferry.core.tls import PeerSecurity
+from kvferry.engine.content import ContentEncoder
 from kvferry.proto.v1 import sender_service_pb2 as pb
 from kvferry.sender.artifacts import Artifact
 from kvferry.sender.method import Method, NoParameters
@@ -138,10 +139,13 @@ class Sending:
         """Have budgets count with the receiver's tokenizer; over TCP, where nobody can be asked, with the sender's.
 
         Raises:
+            TooLargeError: when its tokenizer may make too much of the document.
             KvferryError: when the receiver cannot be asked, or has no tokenizer that can be used here.
         """
         if send.counter is None and not send.receiver.tcp:
             send.counter = await self._parts.tokenizers.of(send.receiver, send.security)
+            if send.counter.encoder is not send.reading.counter:
+                _check_grown(send, send.counter.encoder)
             send.reading.counter = send.counter.encoder
 
     async def deliver(self, send: Send) -> AsyncGenerator[pb.SendResponse, None]:
@@ -179,6 +183,23 @@ class Sending:
         if found is not None:
             self._log.error("quarantined", artifact=stored.artifact_id.hex(), reason=found.message)
             self._parts.store.quarantine(stored.artifact_id, found.message)
+
+
+def _check_grown(send: Send, encoder: ContentEncoder) -> None:
+    """Refuse a document of which a receiver's tokenizer may make more than there is memory for.
+
+    Raises:
+        TooLargeError: naming both.
+    """
+    grown = encoder.grown(send.reading.text)
+    if grown > limits.MAX_GROWN_CHARACTERS:
+        raise TooLargeError(
+            f"document: the tokenizer of {send.receiver} may make {grown} characters of its {len(send.reading.text)} "
+            f"before it counts them, the limit is {limits.MAX_GROWN_CHARACTERS}; send it by a method without a budget",
+            field="document",
+            value=grown,
+            limit=limits.MAX_GROWN_CHARACTERS,
+        )
 
 
 def progress_response(progress: Progress) -> pb.SendResponse:

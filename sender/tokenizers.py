@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -95,10 +95,10 @@ class Tokenizers:
         self._files = store.files(_FOLDER, _SUFFIX)
         self._seconds = seconds
         self._metrics = metrics
-        self._loaded: OrderedDict[bytes, ContentEncoder] = OrderedDict()
+        self._loaded: tuple[ContentEncoder, ...] = ()
         self._flights: dict[tuple[Address, PeerSecurity], _Flight] = {}
-        # A large one takes some hundred MB while it is built.
-        self._building = asyncio.Lock()
+        # A large one takes a GB while it is built. Of threads, which go on when whoever waits for them gives up.
+        self._building = threading.Lock()
 
     async def of(self, receiver: Address, security: PeerSecurity) -> Counter:
         """Ask a receiver which tokenizer its model has, and for the tokenizer where it is not known here.
@@ -136,8 +136,9 @@ class Tokenizers:
         # What is kept on disk may turn out to be damaged, and is then asked for.
         for known in (await asyncio.to_thread(self._known), [self._own.vocab]):
             answer = await link.asked(receiver, security, partial(self._ask, receiver, known, crossed))
-            encoder = await self._used(receiver, answer)
+            encoder = self._at_hand(answer.digest) or await asyncio.to_thread(self._built, receiver, answer)
             if encoder is not None:
+                self._keep(encoder)
                 return Counter(encoder, crossed.bytes)
         raise PeerError(
             f"{receiver}: its tokenizer {answer.digest.hex()} did not come, and is not known here", peer=str(receiver)
@@ -148,21 +149,23 @@ class Tokenizers:
         # The files only save asking again.
         with contextlib.suppress(StoreError):
             stored = self._files.last_used(limits.MAX_TOKENIZERS_KNOWN)
-        known = [self._own.vocab, *reversed(self._loaded), *stored]
+        known = [self._own.vocab, *(encoder.vocab for encoder in reversed(self._loaded)), *stored]
         return list(dict.fromkeys(known))[: limits.MAX_TOKENIZERS_KNOWN]
 
-    async def _used(self, receiver: Address, answer: _Answer) -> ContentEncoder | None:
-        """Return the tokenizer of an answer; None where it neither came nor is known here."""
-        if answer.digest == self._own.vocab:
-            return self._own
-        async with self._building:
-            encoder = self._loaded.get(answer.digest) or await asyncio.to_thread(self._read, receiver, answer)
+    def _at_hand(self, vocab: bytes) -> ContentEncoder | None:
+        return next((encoder for encoder in (self._own, *self._loaded) if encoder.vocab == vocab), None)
+
+    def _keep(self, encoder: ContentEncoder) -> None:
+        """Note that a tokenizer is used."""
+        if encoder is not self._own:
+            self._loaded = (*(other for other in self._loaded if other is not encoder), encoder)[-MAX_LOADED:]
+
+    def _built(self, receiver: Address, answer: _Answer) -> ContentEncoder | None:
+        with self._building:
+            encoder = self._at_hand(answer.digest) or self._read(receiver, answer)
             if encoder is not None:
-                self._loaded[encoder.vocab] = encoder
-                self._loaded.move_to_end(encoder.vocab)
-                if len(self._loaded) > MAX_LOADED:
-                    self._loaded.popitem(last=False)
-        return encoder
+                self._keep(encoder)
+            return encoder
 
     def _read(self, receiver: Address, answer: _Answer) -> ContentEncoder | None:
         """Build a tokenizer from what came, or else from what was kept; None where that is not there or damaged."""
@@ -217,7 +220,8 @@ class Tokenizers:
                     if limit.when() is None:
                         limit.reschedule(start + self._longest(answer))
         except TimeoutError as error:
-            raise DeadlineError(
+            # And it is not asked again: whoever is that slow would be the next time.
+            raise PeerError(
                 f"{receiver}: a tokenizer of {answer.length} bytes did not come within {self._longest(answer):.3g} s",
                 peer=str(receiver),
             ) from error

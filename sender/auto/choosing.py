@@ -18,10 +18,11 @@ from kvferry.core.addresses import Address
 from kvferry.core.choice import Quality, explain
 from kvferry.core.compat import ReasonCode, refused_for
 from kvferry.core.errors import (
+    AuthenticationError,
+    CancelledError,
     InvalidRequestError,
     KvferryError,
     ModelError,
-    PeerError,
     QuotaError,
     RefusedError,
     TooLargeError,
@@ -168,7 +169,9 @@ class Choosing:
         if any(map(_has_budget, candidates.allowed(quality))):
             try:
                 await self._sending.count_for(send)
-            except PeerError as error:
+            except (AuthenticationError, CancelledError):
+                raise
+            except KvferryError as error:
                 # A receiver of before that call takes caches and whole texts all the same.
                 return error.message
         return ""

@@ -19,6 +19,10 @@ from kvferry.sender.text.counted import within
 _HALF_A_CHARACTER = "\ufffd"
 # Bytes in UTF-8, each of which may be a token.
 _TOKENS_OF_A_CHARACTER = 4
+_OWN_TOKENS = 32
+"""Most tokens of one tokenizer in place of one of another: some texts take none, and would be written for ever."""
+_PART = 64
+"""A text that grew by less than this part of it is not counted anew: else counting would take its square."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,10 @@ def check_room(reading: Reading, system: str, instruction: str, most: int, *, gi
         reading: the document.
         system: the system prompt.
         instruction: what is to be done.
-        most: tokens of the reader's to be written. Where those are not the model's own, nobody knows how many of these
+        most: tokens to be written. Of a budget in those of another tokenizer nobody knows how many of the model's own
             they are, and room for one must do.
-        given: whether ``most`` is the request's budget; else nothing but a shorter document makes room.
+        given: whether ``most`` is the request's budget; else they are the model's own, and nothing but a shorter
+            document makes room.
 
     Raises:
         ContextOverflowError: when document, instruction and ``most`` do not fit the context; the field is what the
@@ -67,7 +72,7 @@ def check_room(reading: Reading, system: str, instruction: str, most: int, *, gi
     prompt, limit = reading.model.prompt, reading.model.profile.context_length
     instructed = len(prompt.prefix("", system)) + len(prompt.task(instruction))
     room = limit - reading.tokens - instructed
-    if not reading.counts_own:
+    if given and not reading.counts_own:
         most, given = 1, False
     if most <= room:
         return
@@ -106,7 +111,7 @@ def write(
         system: the system prompt.
         instruction: what is to be done.
         most: tokens that may be written, of the reader's. Where those are not the model's own, it writes until the text
-            is that long, or its context full.
+            is that long, or its context full, or until it has written ``_OWN_TOKENS`` of its own for each.
         constraint: what the answer must keep to, made by the same model; it is used up.
         filled: says how many of ``most`` are used, where the constraint counts them in its own way and ends the answer
             by itself. What is generated may then fill the context.
@@ -119,6 +124,8 @@ def write(
     meter = None if filled is not None or reading.counts_own else _Meter(reading.counter, most)
     is_capped = filled is None and meter is None
     room = most if is_capped else model.profile.context_length - len(prefix) - len(fresh)
+    if meter is not None:
+        room = min(room, most * _OWN_TOKENS)
     caches = yield from reading.read(prefix)
     steps = model.answer(fresh, caches, len(prefix), Sampling(max_tokens=room), constraint)
     if meter is not None:
@@ -151,7 +158,8 @@ class _Meter:
 
     def is_full(self, text: str) -> bool:
         """Whether it has more than it may: the last of as many may still become longer."""
-        if (len(text) - self._counted) * _TOKENS_OF_A_CHARACTER > self._most - self._used:
+        grown = len(text) - self._counted
+        if grown * _TOKENS_OF_A_CHARACTER > self._most - self._used and grown * _PART > len(text):
             self._counted, self._used = len(text), self._counter.count(text)
         return self._used > self._most
 

@@ -13,7 +13,7 @@ import pytest
 import zstandard
 from blake3 import blake3
 
-from kvferry.client import Client, PeerError
+from kvferry.client import Client, KvferryError, PeerError
 from kvferry.core.container import ENDS, EXCERPTS
 from kvferry.core.stored import read
 from kvferry.engine.content import ContentEncoder
@@ -154,23 +154,35 @@ def test_a_choice_counts_as_the_receiver_does(
     assert ledger.tokenizer_bytes > 200
 
 
-def test_a_receiver_of_before_the_call_gets_what_needs_no_budget(
-    here: Callable[..., Any], models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        # A receiver of before the call.
+        (grpc.StatusCode.UNIMPLEMENTED, "Tokenizer failed with UNIMPLEMENTED"),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "Tokenizer: no"),
+    ],
+)
+def test_without_the_receivers_tokenizer_what_needs_no_budget_is_sent(
+    here: Callable[..., Any],
+    models: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    status: grpc.StatusCode,
+    said: str,
 ) -> None:
-    async def unknown(_: Any, __: Any, context: Any) -> None:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+    async def refuse(_: Any, __: Any, context: Any) -> None:
+        await context.abort(status, "no")
 
-    monkeypatch.setattr(ReceiverServicer, "Tokenizer", unknown)
+    monkeypatch.setattr(ReceiverServicer, "Tokenizer", refuse)
     sender, receiver = here("sender", models[0]), here("receiver", models[1])
     with Client(sender=sender.address, receiver=receiver.address) as client:
-        with pytest.raises(PeerError, match="Tokenizer failed with UNIMPLEMENTED"):
+        with pytest.raises(KvferryError, match=said):
             client.send(text=DOCUMENT, method="A3")
         report = client.send(text=DOCUMENT, method="auto", quality="reduced")
         assert report.ask(QUESTION, max_tokens=1).ledger.tokenizer_bytes == 0
     assert report.method in ("A1", "A7")
     assert report.account.auto is not None
     reasons = {item.method: item.reason for item in report.account.auto.passed_over}
-    assert "Tokenizer failed with UNIMPLEMENTED" in reasons["A3"]
+    assert said in reasons["A3"]
     assert reasons["A5"] == reasons["A3"]
     # Those for which nothing is counted are judged as ever.
     assert "TOKENIZER_MISMATCH" in reasons["B1"]

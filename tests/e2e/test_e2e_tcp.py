@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
@@ -73,7 +74,9 @@ def test_a_connection_that_is_idle_ends_with_the_daemon(process: Callable[..., A
         start = time.monotonic()
         receiver.popen.send_signal(signal.SIGTERM)
         idle.settimeout(10)
-        assert idle.recv(1) == b""
+        # A system resets one that the daemon had not taken yet.
+        with contextlib.suppress(ConnectionResetError):
+            assert idle.recv(1) == b""
         assert receiver.popen.wait(20) == 0
         assert time.monotonic() - start < 10
     with pytest.raises(OSError, match="refused"):

@@ -13,8 +13,9 @@ from kvferry.core.progress import Progress
 from kvferry.engine.content import ContentEncoder
 from kvferry.engine.generate import Answer, Token
 from kvferry.engine.model import LoadedModel
-from kvferry.engine.prompt import SUMMARY_BLIND, SUMMARY_SYSTEM, evidence_text
+from kvferry.engine.prompt import EVIDENCE_SYSTEM, SUMMARY_BLIND, SUMMARY_SYSTEM, evidence_task, evidence_text
 from kvferry.sender import registry
+from kvferry.sender.text.evidence import ROOM_FOR_A_FACT
 
 TEXT = "The access code of the north warehouse is 4417. Tür, 門 und 🚢. The ferry leaves at dawn.\n" * 3
 
@@ -174,6 +175,36 @@ def test_what_is_kept_to_a_form_is_cut_as_well(
     made = make(model, bytewise, "A5", budget=300, constraint=constraint)
     assert made.outcome["tokens"] <= 300
     assert made.outcome["generated"] <= 300
+
+
+def test_passage_by_passage_there_must_be_room_for_a_fact_in_the_models_own_tokens(
+    make: Callable[..., Any], tiny_model: Callable[..., LoadedModel], bytewise: ContentEncoder
+) -> None:
+    model = tiny_model("llama", context=2000)
+    fixed = len(model.prompt.prefix(TEXT, EVIDENCE_SYSTEM)) + len(
+        model.prompt.task(evidence_task(None, with_form=False))
+    )
+    small = tiny_model("llama", context=fixed + ROOM_FOR_A_FACT - 1)
+    with pytest.raises(ContextOverflowError, match=f"^document: .* what is to be written {ROOM_FOR_A_FACT}, "):
+        make(small, bytewise, "A5", budget=400)
+
+
+def test_what_takes_none_of_the_readers_tokens_is_not_written_for_ever(
+    make: Callable[..., Any],
+    model: LoadedModel,
+    wordwise: ContentEncoder,
+    writes: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rooms = writes("word " * 50 + "\n" * 9000)
+    counted: list[int] = []
+    count = ContentEncoder.count
+    monkeypatch.setattr(ContentEncoder, "count", lambda self, text: counted.append(len(text)) or count(self, text))
+    made = make(model, wordwise, "A4", budget=50)
+    assert made.text == ("word " * 50).strip()
+    assert rooms[0] == made.outcome["generated"] == 50 * 32
+    # Counted at every token, it would be half of its square.
+    assert sum(counted) < 80 * rooms[0] < rooms[0] ** 2 / 2
 
 
 def test_progress_counts_the_readers_tokens(

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from kvferry.core.tls import PeerSecurity
 from kvferry.engine.content import ContentEncoder
 from kvferry.proto.v1 import receiver_service_pb2 as pb
 from kvferry.proto.v1 import receiver_service_pb2_grpc as pb_grpc
-from kvferry.sender import link, tokenizers, transfer
+from kvferry.sender import tokenizers, transfer
 from kvferry.sender.tokenizers import MAX_LOADED, Counter, Tokenizers
 
 PLAINTEXT = PeerSecurity()
@@ -373,14 +374,15 @@ async def test_an_endless_answer_is_cut(asking: Asking) -> None:
 
 async def test_an_answer_that_drips_for_ever_is_cut(asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizers, "SLOWEST_BYTES_PER_SECOND", len(GOOD) / 0.1)
-    monkeypatch.setattr(link, "ATTEMPTS", 1)
     asking.receiver.messages = lambda: [pb.TokenizerResponse(digest=DIGEST, length=len(GOOD), data=b"x")] * 500
     asking.receiver.pause = 0.05
     asking.start(0.2)
-    with pytest.raises(DeadlineError, match=f"a tokenizer of {len(GOOD)} bytes did not come within 0.3 s"):
+    with pytest.raises(PeerError, match=f"a tokenizer of {len(GOOD)} bytes did not come within 0.3 s") as caught:
         await asking.ask()
-    # None of them was late for itself.
+    # None of them was late for itself, and whoever is that slow is not asked again.
     assert asking.receiver.said > 2
+    assert len(asking.receiver.asked) == 1
+    assert not caught.value.retryable
 
 
 async def test_sends_at_the_same_time_share_one_answer(asking: Asking) -> None:
@@ -427,24 +429,66 @@ async def test_a_call_that_nobody_waits_for_ends(asking: Asking) -> None:
     assert (await asking.ask()).encoder.description == GOOD
 
 
-async def test_tokenizers_are_built_one_at_a_time(asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
-    running, most = 0, 0
+@dataclass
+class Building:
+    """Builds slowly. ``most`` were built at the same time."""
 
-    def build(receiver: Address, data: bytes) -> ContentEncoder:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        time.sleep(0.02)
-        running -= 1
+    begun: threading.Event = field(default_factory=threading.Event)
+    running: int = 0
+    most: int = 0
+    times: int = 0
+
+    def __call__(self, receiver: Address, data: bytes) -> ContentEncoder:
+        self.begun.set()
+        self.running += 1
+        self.times += 1
+        self.most = max(self.most, self.running)
+        time.sleep(0.05)
+        self.running -= 1
         return ContentEncoder(data)
 
-    monkeypatch.setattr(tokenizers, "_build", build)
+
+@pytest.fixture
+def building(monkeypatch: pytest.MonkeyPatch) -> Building:
+    slow = Building()
+    monkeypatch.setattr(tokenizers, "_build", slow)
+    return slow
+
+
+async def test_tokenizers_are_built_one_at_a_time(asking: Asking, building: Building) -> None:
     other = Address("localhost", asking.address.port)
-    await asyncio.gather(asking.ask(), asking.tokenizers.of(other, PLAINTEXT))
+    first, second = await asyncio.gather(asking.ask(), asking.tokenizers.of(other, PLAINTEXT))
     assert len(asking.receiver.asked) == 2
-    # Each came, and the second was built by then.
-    assert most == 1
-    assert len(asking.tokenizers._loaded) == 1
+    # Both came, and one was built.
+    assert (building.most, building.times) == (1, 1)
+    assert first.encoder is second.encoder
+
+
+async def test_one_that_is_built_for_nobody_any_more_is_built_before_the_next(
+    asking: Asking, building: Building
+) -> None:
+    for number in range(4):
+        asking.receiver.has = description("abcd"[: number + 1])
+        building.begun.clear()
+        given_up = asyncio.create_task(asking.ask())
+        await asyncio.to_thread(building.begun.wait, 10)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+    asking.receiver.has = description("xyz")
+    assert (await asking.ask()).encoder.description == description("xyz")
+    assert building.most == 1
+
+
+async def test_one_at_hand_does_not_wait_for_another_that_is_built(asking: Asking, building: Building) -> None:
+    known = await asking.ask()
+    building.begun.clear()
+    asking.receiver.has = description("xyz")
+    slow = asyncio.create_task(asking.tokenizers.of(Address("localhost", asking.address.port), PLAINTEXT))
+    await asyncio.to_thread(building.begun.wait, 10)
+    asking.receiver.has = GOOD
+    assert (await asking.ask()).encoder is known.encoder
+    assert building.running == 1
+    assert (await slow).encoder.description == description("xyz")
 
 
 async def test_an_answer_that_says_nothing_for_ever_is_cut(asking: Asking) -> None:
