@@ -13,7 +13,8 @@ import pytest
 import zstandard
 from blake3 import blake3
 
-from kvferry.client import Client, KvferryError, PeerError
+from kvferry.client import Client, KvferryError, PeerError, TooLargeError
+from kvferry.core import limits
 from kvferry.core.container import ENDS, EXCERPTS
 from kvferry.core.stored import read
 from kvferry.engine.content import ContentEncoder
@@ -186,6 +187,24 @@ def test_without_the_receivers_tokenizer_what_needs_no_budget_is_sent(
     assert reasons["A5"] == reasons["A3"]
     # Those for which nothing is counted are judged as ever.
     assert "TOKENIZER_MISMATCH" in reasons["B1"]
+
+
+def test_a_document_of_which_a_tokenizer_may_make_too_much_is_refused_with_a_budget_and_sent_without(
+    apart: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beyond = sum(char > "\x7f" for char in DOCUMENT)
+    # A byte-level tokenizer makes up to four characters of one, and one of one of ASCII.
+    most = len(DOCUMENT) + 3 * beyond
+    monkeypatch.setattr(limits, "MAX_GROWN_CHARACTERS", most)
+    assert apart.send(text=DOCUMENT, method="A2", budget=100).method == "A2"
+    monkeypatch.setattr(limits, "MAX_GROWN_CHARACTERS", most - 1)
+    said = f"may make {most} characters of its {len(DOCUMENT)} before it counts them, the limit is {most - 1}"
+    with pytest.raises(TooLargeError, match=f"^document: the tokenizer of 127.0.0.1.* {said}"):
+        apart.send(text=DOCUMENT, method="A2", budget=99)
+    report = apart.send(text=DOCUMENT, method="auto", quality="reduced")
+    assert report.method in ("A1", "A7")
+    assert report.account.auto is not None
+    assert said in {item.method: item.reason for item in report.account.auto.passed_over}["A3"]
 
 
 def test_over_tcp_nobody_can_be_asked_and_the_outcome_says_who_counted(
