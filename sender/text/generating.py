@@ -121,11 +121,11 @@ def write(
     """
     model = reading.model
     prefix, fresh = model.prompt.prefix(reading.text, system), model.prompt.task(instruction)
-    meter = None if filled is not None or reading.counts_own else _Meter(reading.counter, most)
-    is_capped = filled is None and meter is None
-    room = most if is_capped else model.profile.context_length - len(prefix) - len(fresh)
-    if meter is not None:
-        room = min(room, most * _OWN_TOKENS)
+    room, meter = model.profile.context_length - len(prefix) - len(fresh), None
+    if filled is None and reading.counts_own:
+        room = most
+    elif filled is None:
+        room, meter = min(room, most * _OWN_TOKENS), _Meter(reading.counter, most)
     caches = yield from reading.read(prefix)
     steps = model.answer(fresh, caches, len(prefix), Sampling(max_tokens=room), constraint)
     if meter is not None:
