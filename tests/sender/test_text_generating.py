@@ -75,6 +75,15 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
 
 
 @pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that are counted from here on, by whatever tokenizer."""
+    texts: list[str] = []
+    count = ContentEncoder.count
+    monkeypatch.setattr(ContentEncoder, "count", lambda self, text: texts.append(text) or count(self, text))
+    return texts
+
+
+@pytest.fixture
 def make(workshop: Callable[..., Any], drain: Callable[..., Any]) -> Callable[..., Any]:
     def run(model: LoadedModel, counter: ContentEncoder, method: str, text: str = TEXT, **given: Any) -> Any:
         found = registry.find(method)
@@ -194,17 +203,14 @@ def test_what_takes_none_of_the_readers_tokens_is_not_written_for_ever(
     model: LoadedModel,
     wordwise: ContentEncoder,
     writes: Callable[..., list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    counted: list[str],
 ) -> None:
     rooms = writes("word " * 50 + "\n" * 9000)
-    counted: list[int] = []
-    count = ContentEncoder.count
-    monkeypatch.setattr(ContentEncoder, "count", lambda self, text: counted.append(len(text)) or count(self, text))
     made = make(model, wordwise, "A4", budget=50)
     assert made.text == ("word " * 50).strip()
     assert rooms[0] == made.outcome["generated"] == 50 * 32
     # Counted at every token, it would be half of its square.
-    assert sum(counted) < 80 * rooms[0] < rooms[0] ** 2 / 2
+    assert sum(map(len, counted)) < 80 * rooms[0] < rooms[0] ** 2 / 2
 
 
 def test_progress_counts_the_readers_tokens(
@@ -227,12 +233,9 @@ def test_a_text_is_counted_now_and_then(
     model: LoadedModel,
     wordwise: ContentEncoder,
     writes: Callable[..., list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    counted: list[str],
 ) -> None:
     writes("word " * 1000)
-    counts: list[str] = []
-    count = ContentEncoder.count
-    monkeypatch.setattr(ContentEncoder, "count", lambda self, text: counts.append(text) or count(self, text))
     made = make(model, wordwise, "A4", budget=400)
     assert made.outcome["generated"] > 1900
-    assert len(counts) < 200
+    assert len(counted) < 200
